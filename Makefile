@@ -16,7 +16,7 @@ ifeq ($(shell uname -s)-$(shell uname -m),Darwin-arm64)
 EXTRAS := torch,mlx
 endif
 ARGS ?=
-# Processes that share the tests of `make check`. Each takes up to 3 GB.
+# Processes that share the tests, of up to 3 GB each. JOBS=0 runs them in one, for a debugger.
 JOBS ?= 2
 
 .PHONY: help
@@ -66,9 +66,38 @@ serve: $(VENV)/.serve ## serve the starter model on 127.0.0.1:8000 (more: make s
 
 # -- check --
 
+# These tests start servers, run a real model or draw random cases; other tests reach the same
+# code. COVERAGE=1 traces all tests but them: tracing takes as long as the tests themselves.
+UNTRACED = tests/smoke tests/e2e tests/attack tests/page tests/cluster tests/clients \
+	tests/contract/test_memory_contract.py tests/contract/test_shards.py \
+	$(patsubst %,tests/integration/test_%.py,guides openapi http_concurrency) \
+	$(shell find tests -name '*_machine.py' -o -name 'test_*starter*.py')
+SHARED := --numprocesses=$(JOBS) --dist=worksteal
+COVERAGE ?=
+
 .PHONY: test
-test: $(VENV)/.dev ## run all tests
-	@$(PYTEST) $(ARGS)
+test: $(VENV)/.dev ## run all tests in JOBS (2) processes; some: make test ARGS="-k fork"
+ifeq ($(COVERAGE),)
+	@echo "==> running $(if $(ARGS),some,all) tests in $(JOBS) processes$(if $(ARGS),,; two cores take 15 to 25 minutes)"
+	@$(PYTEST) $(SHARED) $(ARGS)
+else
+	@echo "==> running the tests that measure coverage in $(JOBS) processes"
+	@rm -f .coverage .coverage.*
+	@$(BIN)/coverage run -m pytest $(SHARED) $(foreach path,$(UNTRACED),--ignore=$(path)) $(ARGS)
+	@echo "==> running the other tests in $(JOBS) processes"
+	@$(PYTEST) $(SHARED) $(UNTRACED) $(ARGS)
+endif
+
+.PHONY: coverage
+coverage: $(VENV)/.dev ## check what `make test COVERAGE=1` measured
+	@$(BIN)/coverage combine -q
+	@$(BIN)/coverage report --include='*/semantic/domain/*' --fail-under=95
+	@$(BIN)/coverage report --include='*/semantic/application/*' --fail-under=85
+	@$(BIN)/coverage report --fail-under=85
+
+.PHONY: test-order
+test-order: $(VENV)/.dev ## run all tests in one process, in the random order of SEED (leave empty for a random one)
+	@$(PYTEST) --shuffle $(or $(SEED),$(shell date +%j%H%M)) $(ARGS)
 
 .PHONY: test-unit test-contract test-integration test-smoke test-e2e
 test-unit: $(VENV)/.dev ## run the tests that need no model and no socket
@@ -138,9 +167,23 @@ cluster-tests: $(CLUSTER)/.ready ## kill, move and scale servers on Ray (minutes
 page-tests: $(VENV)/.dev ## run the tests of the page in a real Chromium (apt-get install chromium, or CHROMIUM=...)
 	@PAGE_TESTS=1 $(PYTEST) -m page $(ARGS)
 
+# The C compiler of ziglang targets every platform from one machine. It takes 400 MB.
+WHEELS := build/wheel-tools
+PLATFORMS ?=
+$(WHEELS)/.ready: hatch_build.py | $(BIN)/python
+	@echo "==> installing the compiler for all platforms into $(WHEELS)"
+	@$(PYTHON) -m venv $(WHEELS)
+	@$(WHEELS)/bin/pip install -q --disable-pip-version-check -c constraints.txt \
+		ziglang==0.17.0 hatchling structlog || $(INSTALL_FAILED)
+	@touch $@
+
+.PHONY: wheels
+wheels: $(WHEELS)/.ready ## build a wheel with the native library for each platform into dist/ (minutes; PLATFORMS="..." for some)
+	@PYTHONPATH=src $(WHEELS)/bin/python hatch_build.py $(PLATFORMS)
+
 .PHONY: install-test
-install-test: $(VENV)/.serve ## install the wheel with pipx into an empty home, serve, and ask (minutes, and gigabytes of downloads)
-	@$(BIN)/python -m tests.smoke.install_wheel
+install-test: $(VENV)/.serve $(WHEELS)/.ready ## install this machine's wheel with pipx where no compiler is, serve, and ask (minutes, and gigabytes of downloads)
+	@$(BIN)/python -m tests.smoke.install_wheel $(WHEELS)/bin/python
 
 .PHONY: lint
 lint: $(VENV)/.dev ## check format, lint rules and spelling
@@ -163,23 +206,10 @@ docs: $(VENV)/.dev ## serve the documentation on 127.0.0.1:8001
 docs-check: $(VENV)/.dev ## build the documentation into site/; broken links are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 
-# Tracing takes as long as the tests themselves. These start servers, run a real model or search by
-# chance, and what they reach is reached by others: they run without it.
-UNTRACED = tests/smoke tests/e2e tests/attack tests/page tests/cluster tests/clients \
-	tests/contract/test_memory_contract.py tests/contract/test_shards.py \
-	$(patsubst %,tests/integration/test_%.py,guides openapi http_concurrency) \
-	$(shell find tests -name '*_machine.py' -o -name 'test_*starter*.py')
-SHARED := --numprocesses=$(JOBS) --dist=worksteal
-
 .PHONY: check
 check: lint typecheck docs-check ## everything CI runs: format, lint, types, docs, tests, coverage
-	@rm -f .coverage .coverage.*
-	@$(BIN)/coverage run -m pytest $(SHARED) $(foreach path,$(UNTRACED),--ignore=$(path)) $(ARGS)
-	@$(PYTEST) $(SHARED) $(UNTRACED) $(ARGS)
-	@$(BIN)/coverage combine -q
-	@$(BIN)/coverage report --include='*/semantic/domain/*' --fail-under=95
-	@$(BIN)/coverage report --include='*/semantic/application/*' --fail-under=85
-	@$(BIN)/coverage report --fail-under=85
+	@$(MAKE) --no-print-directory test COVERAGE=1
+	@$(MAKE) --no-print-directory coverage
 
 # Tools that look at the code and its dependencies have dependencies of their own.
 SECURITY := build/security

@@ -26,7 +26,7 @@ from semantic.adapters.config.settings import STARTER_MODEL
 from semantic.adapters.outbound.backends.torch.attention import Span, TorchSequence
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions, WeightsOption
-from semantic.adapters.outbound.backends.torch.native import NativeBuild
+from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.models.gguf import starter_gguf
 from semantic.adapters.outbound.models.source import LocalModelSource
 from semantic.domain.spec import ModelCacheSpec

@@ -28,7 +28,7 @@ from semantic.adapters.outbound.backends.sampler import Logits
 from semantic.adapters.outbound.backends.torch.attention import Span
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import DType, TorchOptions
-from semantic.adapters.outbound.backends.torch.native import NativeBuild
+from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.blocks.codec import FORMATS, KVCodec
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.engine.scheduler import EngineLimits

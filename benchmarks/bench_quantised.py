@@ -5,6 +5,7 @@ the Kullback-Leibler divergence of next-token distributions over English text. T
 GPT-OSS with random weights, against the library's model of the numbers that the file holds.
 """
 
+import functools
 import gc
 import sys
 import tempfile
@@ -18,8 +19,10 @@ from torch.nn import functional
 from benchmarks.gpt_oss_file import TOKENS, write_gpt_oss
 from benchmarks.report import Report, run
 from benchmarks.starter import prompt_tokens, starter_directory
+from semantic.adapters.config.settings import load_settings
 from semantic.adapters.outbound.backends.torch import cpu
-from semantic.adapters.outbound.backends.torch.grouped import has_kleidi, load_grouped
+from semantic.adapters.outbound.backends.torch.grouped import load_grouped
+from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.models.gguf import import_gguf, starter_gguf
 
 NUM_TOKENS, MAX_DIVERGENCE = 256, 1e-3
@@ -34,6 +37,12 @@ GPT_OSS = {
     "num_experts_per_tok": 4,
     "initializer_range": 0.05,
 }
+
+
+@functools.cache
+def native() -> NativeBuild:
+    """The native library, as a server chooses it."""
+    return NativeBuild(load_settings().home_dir / "native")
 
 
 def tensor_bytes() -> int:
@@ -57,7 +66,7 @@ def load(report: Report, name: str, directory: Path, *, is_kept: bool) -> Any:
     before = tensor_bytes()
     attention = "eager" if name == "GPT-OSS" else "sdpa"
     model = load_grouped(directory, torch.float32, attention, is_kept=is_kept).eval()
-    cpu.pack_grouped(model)
+    cpu.pack_grouped(model, native().library())
     form = "as in the file" if is_kept else "in full"
     report.add(f"{name}, tensors {form}", (tensor_bytes() - before) / 1e6, "MB")
     return model
@@ -105,8 +114,8 @@ def gpt_oss(report: Report) -> None:
 
 def measure(report: Report) -> None:
     """Both files."""
-    if not has_kleidi():
-        report.note("SKIP: this compares in float32, which needs ARM's kernels")
+    if native().library() is None:
+        report.note(f"SKIP: this compares in float32 with the native library: {native().reason}")
         return
     starter(report)
     gpt_oss(report)

@@ -1,4 +1,4 @@
-"""Engines and servers for benchmarks. It knows no torch."""
+"""Engines and servers for benchmarks. Does not import torch."""
 
 import contextlib
 import os
@@ -42,20 +42,20 @@ def make_engine(
     emit: Callable[[EventBatch], None] = lambda _: None,
     telemetry: TelemetryPort | None = None,
 ) -> BlockPoolBatchEngine:
-    """An engine that keeps its blocks in memory."""
+    """Make an engine that keeps its blocks in memory only (2 GiB)."""
     store = AgentCacheStore(BlockPool(backend.spec, 2**31), telemetry=telemetry)
     return BlockPoolBatchEngine(backend, tokenizer, store, limits or EngineLimits(), emit)
 
 
 def make_job(name: str, tokens: Sequence[int], max_tokens: int, **more: Any) -> Job:
-    """A greedy request that does not end before its budget; `more` are other fields of the job."""
+    """Make a greedy request of exactly `max_tokens` tokens; `more` sets other fields of the job."""
     usual = {"agent": name, "root": ROOT, "sampling": GREEDY, "stop": StopRules(ignore_eos=True)}
     return Job(id=name, tokens=tuple(tokens), max_tokens=max_tokens, **{**usual, **more})
 
 
 @dataclass
 class PersistentEngine:
-    """An engine over a cache directory, as the server makes it, and the events of its requests."""
+    """An engine over a cache directory, built as in the server, with its requests' events."""
 
     memory: AgentMemory
     engine: BlockPoolBatchEngine
@@ -64,13 +64,13 @@ class PersistentEngine:
     ready: threading.Event
 
     def job(self, tokens: Sequence[int], max_tokens: int) -> Job:
-        """A request of one agent."""
+        """Make a request of the agent `bench`."""
         root = self.model.root(Principal())
         name = f"job{time.monotonic_ns()}"
         return make_job(name, tokens, max_tokens, agent="bench", root=root)
 
     def run(self) -> None:
-        """Run all requests to their end."""
+        """Step the engine until all requests have ended."""
         while self.engine.has_work:
             self.engine.step()
 
@@ -79,7 +79,7 @@ class PersistentEngine:
 def persistent_engine(
     backend: ModelBackendPort, directory: Path, settings: dict[str, object], limits: EngineLimits
 ) -> Iterator[PersistentEngine]:
-    """Open an engine; what it holds is written when the block ends."""
+    """Open an engine over a cache directory; leaving the context flushes its blocks to disk."""
     memory = AgentMemory(load_settings(settings))
     model = LoadedModel("starter", backend, HFTokenizer(directory), "bench", memory.codec.kv_format)
     events: list[object] = []
@@ -95,17 +95,20 @@ def persistent_engine(
 
 @contextlib.contextmanager
 def serving(*arguments: str, settings: Mapping[str, str] | None = None) -> Iterator[int]:
-    """A server process on a free port, ready; yields its port.
+    """Run a server process on a free port; yields the port once the model is ready.
 
     Args:
-        arguments: More of its command line.
-        settings: Others than the command line has, by name.
+        arguments: Additional command-line arguments.
+        settings: Settings without a flag, by name; passed by environment variables.
+
+    Raises:
+        RuntimeError: the server exited before it was ready.
     """
     command = [sys.executable, "-m", "semantic", "serve", "--port", "0", "--log-level", "warning"]
-    # Benchmarks ask any server for any model.
+    # Benchmarks may name any model in their requests.
     wanted = {"model_aliases": "any", **(settings or {})}
     given = {f"SEMANTIC_{name.upper()}": value for name, value in wanted.items()}
-    with subprocess.Popen(  # noqa: S603 - our own server
+    with subprocess.Popen(  # noqa: S603 - this project's server
         [*command, *arguments], stdout=subprocess.PIPE, text=True, env={**os.environ, **given}
     ) as process:
         port = 0

@@ -1,8 +1,8 @@
-"""What every benchmark shares: figures with bounds, one table, one JSON, one comparison.
+"""Reports of benchmarks: figures with bounds, as a table and as JSON, compared with earlier ones.
 
-A benchmark is a function that fills a `Report`; `run` is its command line. Figures are kept round
-by round, so that a table shows the median and the spread. A figure that was also in an earlier
-result is shown as a ratio to it: times above 1 are slower, rates above 1 are faster.
+A benchmark is a function that fills a `Report`; `run` is its command line. A figure keeps the value
+of every round, so that the table can show the median and the spread. If an earlier result has the
+same figure, the table shows the ratio to it: above 1, times are slower and rates are faster.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _PACKAGES = ("torch", "transformers", "mlx", "mlx-lm", "numpy", "safetensors", "
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Measure how long a call takes, in seconds."""
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
@@ -37,26 +37,26 @@ def seconds(call: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Figures of several rounds, each measured in turns so that a noisy machine is fair to all."""
+    """Figures of several rounds, interleaved so that noise of the machine affects all alike."""
 
     figures: dict[str, list[float]]
 
     def median(self, name: str) -> float:
-        """The median of one figure."""
+        """Return the median of one figure."""
         return median(self.figures[name])
 
     def ratios(self, name: str, base: str) -> list[float]:
-        """A figure over another of the same round, round by round."""
+        """Divide a figure by another of the same round, for every round."""
         pairs = zip(self.figures[name], self.figures[base], strict=True)
         return [figure / other for figure, other in pairs]
 
     def ratio(self, name: str, base: str) -> float:
-        """The median of a figure over another of the same round."""
+        """Return the median of `ratios`."""
         return median(self.ratios(name, base))
 
 
 def interleaved(calls: Mapping[str, Callable[[], float]], rounds: int) -> Rounds:
-    """Measure everything once a round, after one round that does not count."""
+    """Measure every call once per round, after a warm-up round that is discarded."""
     figures: dict[str, list[float]] = {name: [] for name in calls}
     for index in range(rounds + 1):
         for name, call in calls.items():
@@ -71,12 +71,12 @@ def interleaved(calls: Mapping[str, Callable[[], float]], rounds: int) -> Rounds
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One thing that was measured.
+    """One measured figure.
 
     Attributes:
-        values: One for each round or request.
-        least: What the median must at least be; None if anything will do.
-        most: What it may at most be.
+        values: One value per round or request.
+        least: Lower bound of the median; None for no bound.
+        most: Upper bound of the median; None for no bound.
     """
 
     name: str
@@ -87,19 +87,19 @@ class Figure:
 
     @property
     def median(self) -> float:
-        """The middle one of its values."""
+        """The median of the values."""
         return median(self.values)
 
     @property
     def is_met(self) -> bool:
-        """Whether the median keeps its bounds."""
+        """Whether the median is within its bounds."""
         return (self.least is None or self.median >= self.least) and (
             self.most is None or self.median <= self.most
         )
 
     @property
     def bound(self) -> str:
-        """The bound and whether it is kept, in words."""
+        """The bound and whether the median meets it, as text; empty without a bound."""
         if self.least is None and self.most is None:
             return ""
         sign, limit = (">=", self.least) if self.least is not None else ("<=", self.most)
@@ -107,7 +107,7 @@ class Figure:
 
     @property
     def spread(self) -> str:
-        """From the least value to the greatest."""
+        """The range of the values, as text; empty for a single value."""
         if len(self.values) < 2:
             return ""
         return f"{min(self.values):.4g} to {max(self.values):.4g}"
@@ -115,13 +115,14 @@ class Figure:
 
 @dataclass
 class Report:
-    """What one benchmark found.
+    """The results of one benchmark.
 
     Attributes:
-        name: Of the benchmark.
-        is_quick: Whether a rough answer in seconds is wanted.
-        options: Of its own command line.
-        settings: What the figures depend on, to be kept with them.
+        name: The name of the benchmark.
+        is_quick: Whether to take seconds only and measure roughly.
+        options: Parsed options of the benchmark's command line.
+        settings: Parameters that the figures depend on; stored with the figures.
+        seconds: How long the benchmark took.
     """
 
     name: str
@@ -141,36 +142,36 @@ class Report:
         least: float | None = None,
         most: float | None = None,
     ) -> Figure:
-        """Keep a figure; with a bound, it is judged by its median."""
+        """Add a figure; bounds apply to the median of its values."""
         given = (values,) if isinstance(values, (int, float)) else tuple(values)
         figure = Figure(name, tuple(map(float, given)), unit, least, most)
         self.figures[name] = figure
         return figure
 
     def add_rounds(self, rounds: Rounds, unit: str, label: str = "") -> None:
-        """Keep everything that was measured in turns."""
+        """Add every figure of interleaved rounds; `label` is put before its name."""
         for name, values in rounds.figures.items():
             self.add(label + name, values, unit)
 
     def note(self, text: str) -> None:
-        """Say something that is no figure, now and in the JSON."""
+        """Print a remark and store it in the JSON."""
         print(f"  {text}", flush=True)
         self.notes.append(text)
 
     def choose(self, quick: Any, full: Any) -> Any:
-        """One of two sizes of the work."""
+        """Return `quick` in quick mode, else `full`."""
         return quick if self.is_quick else full
 
     @property
     def missed(self) -> list[Figure]:
-        """Figures on the wrong side of their bound."""
+        """The figures whose median is out of bounds."""
         return [figure for figure in self.figures.values() if not figure.is_met]
 
     def table(self, earlier: Mapping[str, Any] | None = None) -> str:
-        """All figures as a Markdown table.
+        """Format all figures as a Markdown table.
 
         Args:
-            earlier: What `as_json` of an earlier report gave.
+            earlier: The `as_json` of an earlier report to compare with.
         """
         before = (earlier or {}).get("figures", {})
         lines = [f"| {self.name} | median | unit | spread | bound | of earlier |"]
@@ -182,7 +183,7 @@ class Report:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for a file."""
+        """Return the whole report and the environment, for a JSON file."""
         figures = {
             figure.name: {
                 "median": figure.median,
@@ -205,7 +206,7 @@ class Report:
 
 
 def _ratio(figure: Figure, earlier: Mapping[str, Any] | None) -> str:
-    """A figure over the same one of an earlier result; empty where that says nothing."""
+    """The ratio to the same figure of an earlier result; empty if they are not comparable."""
     if not earlier or earlier["unit"] != figure.unit or not earlier["median"]:
         return ""
     return f"{figure.median / earlier['median']:.2f}x"
@@ -215,7 +216,7 @@ def _ratio(figure: Figure, earlier: Mapping[str, Any] | None) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """The machine, the versions and the commit that figures belong to."""
+    """Describe the machine, the package versions and the commit, to store with figures."""
     return {
         "machine": f"{platform.machine()}, {cpu_name()}, {os.cpu_count()} cores",
         "system": f"{platform.system()} {platform.release()}",
@@ -229,7 +230,7 @@ def environment() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The CPU's model, or what the system calls it."""
+    """Return the CPU's model name, or the system's name for it."""
     command = (
         ["sysctl", "-n", "machdep.cpu.brand_string"] if platform.system() == "Darwin" else ["lscpu"]
     )
@@ -241,7 +242,7 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """The commit that runs, marked if files differ from it; empty outside of a repository."""
+    """Return the current commit, marked if `src` has changes; empty outside a repository."""
     name = _output(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]).strip()
     is_changed = bool(_output(["git", "-C", str(ROOT), "status", "--porcelain", "src"]).strip())
     return f"{name} and changes" if name and is_changed else name
@@ -266,11 +267,11 @@ def _output(command: list[str]) -> str:
 
 
 def earlier_result(name: str, path: Path) -> dict[str, Any]:
-    """What one benchmark found earlier; empty if nothing is stored.
+    """Read an earlier result of a benchmark; empty if there is none.
 
     Args:
-        name: Of the benchmark.
-        path: Of the result: of all of them, or of one.
+        name: The name of the benchmark.
+        path: A JSON file with the results of all benchmarks, or of one.
     """
     if not path.exists():
         return {}
@@ -287,13 +288,13 @@ def run(
     arguments: Sequence[str] | None = None,
     add_options: Callable[[argparse.ArgumentParser], None] = lambda _: None,
 ) -> int:
-    """Run a benchmark by its command line; returns the exit status, 1 if a bound is missed.
+    """Run a benchmark from its command line; returns the exit status, 1 if a bound is missed.
 
     Args:
-        name: Of the benchmark: `resume` is that of `bench_resume`.
-        measure: Fills the report.
-        arguments: Of the command line; None are the process's.
-        add_options: Adds options of this benchmark alone.
+        name: The name of the benchmark: `resume` for `bench_resume`.
+        measure: Runs the benchmark and fills the report.
+        arguments: Command-line arguments; None takes those of the process.
+        add_options: Adds the benchmark's own options.
     """
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a rough answer, in seconds")
@@ -302,7 +303,7 @@ def run(
     add_options(parser)
     options = parser.parse_args(arguments)
     report = Report(name, options.quick, options)
-    # Whoever ends a benchmark ends the servers it has started too.
+    # Exit by an exception on SIGTERM, so that the benchmark stops the servers it has started.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     report.seconds = seconds(lambda: measure(report))
     against = options.against or RESULTS / f"{'quick' if options.quick else 'full'}.json"

@@ -27,7 +27,7 @@ TIERS = ("memory", "disk", "store", "computed")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What was measured of one server, by docs/benchmarks.md; seconds a token but for `turn_s`.
+    """What was measured of one server (docs/benchmark-notes.md); seconds a token but for `turn_s`.
 
     Attributes:
         turn_s: A turn whose state is all there.

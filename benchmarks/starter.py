@@ -23,7 +23,7 @@ from semantic.adapters.outbound.backends.torch.loading import (
     WeightsOption,
     choose_dtype,
 )
-from semantic.adapters.outbound.backends.torch.native import NativeBuild
+from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.models.source import LocalModelSource
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.spec import ModelCacheSpec

@@ -1,4 +1,4 @@
-"""Files of agents as a stranger would change them: every checksum is right again."""
+"""Edits exported agent files as an attacker would: with all checksums recomputed."""
 
 import hashlib
 import io
@@ -14,7 +14,7 @@ _KINDS = {"agent.json": "agent", "turns": "turn", "blocks": "block", "manifest.j
 
 
 def members(content: bytes) -> list[tuple[str, bytes]]:
-    """Names and contents, as Python's own reader finds them."""
+    """The names and contents of an archive's members, read by `tarfile`."""
     found = []
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         for member in archive:
@@ -25,7 +25,7 @@ def members(content: bytes) -> list[tuple[str, bytes]]:
 
 
 def packed(files: Iterable[tuple[str, bytes]], signature: str | None = None) -> bytes:
-    """An archive of members; the manifest is made anew if there is a signature for it."""
+    """Pack members into an archive; with a signature, adds a manifest that contains it."""
     files = list(files)
     if signature is not None:
         digests = {name: hashlib.sha256(body).hexdigest() for name, body in files}
@@ -40,14 +40,14 @@ def packed(files: Iterable[tuple[str, bytes]], signature: str | None = None) -> 
 
 
 def changed(content: bytes, edit: Edit) -> bytes:
-    """The same file with what `edit` makes of each member's kind and content."""
+    """Apply `edit` to every member (kind, content); keeps the signature of the manifest."""
     *files, (_, manifest) = members(content)
     edited = [(name, edit(_KINDS[name.split("/")[0]], body)) for name, body in files]
     return packed(edited, json.loads(manifest)["hmac"])
 
 
 def with_fields(kind: str, **fields: Any) -> Edit:
-    """Put fields into the body of all members of a kind; `a__b` is a field within another."""
+    """Set fields in the body of all members of a kind; `a__b` is the field b within a."""
 
     def edit(found: str, content: bytes) -> bytes:
         if found != kind:
@@ -65,7 +65,7 @@ def with_fields(kind: str, **fields: Any) -> Edit:
 
 
 def with_member_fields(kind: str, **fields: Any) -> Edit:
-    """Put fields into all members of a kind, beside the body."""
+    """Set fields of all members of a kind, outside the body."""
 
     def edit(found: str, content: bytes) -> bytes:
         if found != kind:

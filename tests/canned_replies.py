@@ -1,4 +1,4 @@
-"""Replies that are known beforehand, for tests of what protocols make of them."""
+"""Fixed replies for tests of how protocols encode them."""
 
 from collections.abc import AsyncIterator, Sequence
 
@@ -21,7 +21,7 @@ from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import EmbeddingRequest, Embeddings
 
 USAGE = Usage(20, completion_tokens=12, cache_read_tokens=15, cache_creation_tokens=5)
-# Thinking, text and two calls, as a model that can do everything would answer.
+# Thinking, text and two tool calls: all features that a reply can have.
 EVERYTHING: tuple[Event, ...] = (
     Started("abc", "m", Usage(20)),
     ThinkingDelta("Let me "),
@@ -38,10 +38,18 @@ EVERYTHING: tuple[Event, ...] = (
     ToolCallEnded(1),
     Finished(FinishReason.TOOL_USE, USAGE),
 )
+# A tool call cut off by `max_tokens`.
+CUT_CALL: tuple[Event, ...] = (
+    Started("abc", "m", Usage(20)),
+    TextDelta("I look."),
+    ToolCallStarted(0, "1", "read"),
+    ToolCallDelta(0, '{"path": "ä'),
+    Finished(FinishReason.MAX_TOKENS, USAGE),
+)
 
 
 class CannedReply:
-    """A `Reply` that says what it is told to."""
+    """A `Reply` that yields fixed events."""
 
     def __init__(self, events: Sequence[Event] = EVERYTHING) -> None:
         self._events = events
@@ -56,7 +64,7 @@ class CannedReply:
 
 
 class CannedInference:
-    """An `InferencePort` that answers all requests alike, and keeps them."""
+    """An `InferencePort` that gives the same reply to all requests, and records them."""
 
     def __init__(self, events: Sequence[Event] = EVERYTHING) -> None:
         self._events = events

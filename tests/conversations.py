@@ -1,7 +1,8 @@
-"""A coding agent's conversation as it is sent, request by request.
+"""The requests of a coding agent's conversation.
 
-Three questions, each with a loop of tool calls: a deferred tool is looked up and used, system
-messages come in between, and what is sent again differs in shape from what was said.
+The user asks several questions, which lead to tool calls. The agent looks up a deferred tool and
+uses it, system messages occur between turns, and the client sends a reply back with another order
+of arguments and other number formats than the model wrote.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from semantic.domain.chat import (
 
 @dataclass(frozen=True)
 class Exchange:
-    """A request, the reply to it, and the reply as the next request tells it."""
+    """A request, the reply to it, and the reply as the next request sends it back."""
 
     request: ChatRequest
     reply: Message
@@ -38,7 +39,7 @@ def _schema(**properties: str) -> JsonObject:
 
 
 def _turned(schema: JsonObject) -> JsonObject:
-    """The same schema, its keys in another order."""
+    """The same schema with its keys in reverse order."""
     turned = {k: _turned(v) if isinstance(v, dict) else v for k, v in schema.items()}
     return dict(reversed(turned.items()))
 
@@ -48,7 +49,7 @@ SEARCH = ToolSpec("ToolSearch", "Find more tools.", _schema(query="string"))
 FETCH = ToolSpec("WebFetch", "Fetch a page.", _schema(url="string"), is_deferred=True)
 EDIT = ToolSpec("NotebookEdit", "Edit a notebook.", _schema(cell="number"), is_deferred=True)
 EARLY = (READ, SEARCH)
-# Once one was used, deferred tools are sent too, in the midst of the others.
+# After a deferred tool was used, requests include deferred tools between the others.
 LATE = (EDIT, replace(READ, parameters=_turned(READ.parameters)), SEARCH, FETCH)
 
 
@@ -69,7 +70,7 @@ def use(call_id: str, name: str, **arguments: str | float) -> ToolUsePart:
 
 
 def coding() -> list[Exchange]:
-    """The conversation; a fresh copy."""
+    """Make a new copy of the conversation."""
     exchanges: list[Exchange] = []
     history = [
         Message(Role.SYSTEM, (TextPart("You are a coder."), TextPart("Be terse.\n"))),

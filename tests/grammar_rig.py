@@ -1,4 +1,4 @@
-"""Shapes of replies, the check that a reply has its shape, and models that pick at random."""
+"""Reply shapes, a check that a reply has its shape, and random decoding under a constraint."""
 
 import json
 import random
@@ -108,7 +108,7 @@ SHAPES: Mapping[str, ReplyShape] = {
 
 
 def tool_shapes() -> dict[str, ReplyShape]:
-    """Forced and required calls in every format."""
+    """Shapes with named, required and optional tool calls, in every tool format."""
     return {
         f"{tools.value} {choice.mode.value}": ReplyShape(
             ReplyFormat(tools), tools=TOOLS, tool_choice=choice
@@ -130,7 +130,7 @@ def calls_in(text: str, shape: ReplyShape) -> list[ToolUsePart]:
 
 
 def check_reply(text: str, shape: ReplyShape) -> None:
-    """Fail if a reply has not the shape it must have."""
+    """Fail if a reply does not have the required shape."""
     message = _parsed(text, shape)
     calls = calls_in(text, shape)
     if shape.must_call:
@@ -147,7 +147,7 @@ def check_reply(text: str, shape: ReplyShape) -> None:
 def _check_output(text: str, shape: ReplyShape) -> None:
     match shape.output:
         case JsonFormat(schema):
-            # A number may be larger than any float, and is then no number to a validator.
+            # A number above the range of floats parses as infinity, which validators reject.
             value = json.loads(text, parse_float=lambda _: 0.5)
             jsonschema_rs.validate(schema or {"type": "object"}, value)
         case RegexFormat(pattern):
@@ -158,7 +158,7 @@ def _check_output(text: str, shape: ReplyShape) -> None:
 
 @dataclass
 class Reply:
-    """What a random model wrote."""
+    """A reply of randomly chosen tokens."""
 
     text: str
     num_tokens: int
@@ -169,8 +169,8 @@ def write_at_random(
     constraint: TokenConstraint, tokenizer: TokenizerPort, max_tokens: int, seed: int,
     visible: Mapping[int, bytes] | None = None,
 ) -> Reply:  # fmt: skip
-    """Let a model that picks any allowed token write a reply."""
-    rng = random.Random(seed)  # noqa: S311 - a test's choice
+    """Write a reply by picking each token at random among the allowed ones."""
+    rng = random.Random(seed)  # noqa: S311 - not a secret
     raw = b""
     for count in range(max_tokens):
         mask = constraint.allowed()

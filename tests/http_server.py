@@ -20,7 +20,7 @@ from semantic.ports.inbound import ModelState
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that listens, and its insides."""
+    """A listening server and its wired application."""
 
     url: str
     server: Server
@@ -34,14 +34,14 @@ class RunningServer:
 
 
 def make_settings(home: Path, **overrides: Any) -> Settings:
-    """Settings for tests: nothing outside `home` is read or written, all of it before the end."""
+    """Settings for tests: use only files in `home`, and allow time to flush them at shutdown."""
     usual = {"port": 0, "batch_window_ms": 0, "backend": "fake", "default_max_tokens": 1024}
     given = {"home": home, "shutdown_timeout_s": 120, **usual, **overrides}
     return load_settings(given, config_dir=home / "no-config")
 
 
 def give_keys(home: Path, *tenants: str, limits: TenantEntry | None = None) -> dict[str, str]:
-    """Give tenants a key each, in the file of a server's home; `admin` has an admin's."""
+    """Create a key for each tenant in the key file of `home`; that of `admin` is an admin key."""
     secrets: dict[str, str] = {}
 
     def add(file: KeyFile) -> KeyFile:
@@ -57,7 +57,7 @@ def give_keys(home: Path, *tenants: str, limits: TenantEntry | None = None) -> d
 
 @contextlib.contextmanager
 def run_server(settings: Settings, *, is_ready: bool = True) -> Iterator[RunningServer]:
-    """Serve until the block ends; waits until the model is ready, unless told not to."""
+    """Run a server until the context ends; with `is_ready`, first waits for the model."""
     server = bootstrap(settings)
     config = uvicorn.Config(
         create_app(server), port=settings.port, log_config=None, timeout_graceful_shutdown=3

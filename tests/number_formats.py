@@ -1,4 +1,4 @@
-"""Number formats that only some CPUs compute in."""
+"""Number formats that only some CPUs support."""
 
 import pytest
 

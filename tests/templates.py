@@ -1,4 +1,4 @@
-"""Chat templates in the shapes that models have, reduced to what rendering must cope with."""
+"""Chat templates of common model families, reduced to the features that affect rendering."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,8 @@ CHATML = """\
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
 
-# Tools in the system message; results grouped in a user turn; thinking kept since the last
-# question only; content that holds thinking is taken apart; a switch that pre-fills no thinking.
+# Tools in the system message; results grouped in a user turn; keeps thinking since the last
+# question only; splits content that contains thinking; a switch that pre-fills empty thinking.
 QWEN = """\
 {%- if tools %}
 {{- '<|im_start|>system\\n' }}
@@ -71,7 +71,7 @@ QWEN = """\
 {%- endif %}
 """
 
-# The date in the head; content trimmed; tools in the first user message; one call a message.
+# The date at the beginning; trims content; tools in the first user message; one call per message.
 LLAMA = """\
 {{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}
@@ -104,7 +104,8 @@ LLAMA = """\
 {%- endif %}
 """
 
-# Strict turns; ids of nine characters; system and tools before the last question, so not usable.
+# Roles must alternate; ids have nine characters; system and tools before the last question, so the
+# renderer adds its own tool prompt instead.
 MISTRAL = """\
 {%- if messages[0].role == 'system' %}
 {%- set system = messages[0].content %}{%- set loop_messages = messages[1:] %}
@@ -143,12 +144,12 @@ MISTRAL = """\
 {%- endfor %}
 """
 
-# The same with tools and system at the head: nothing but the ids is out of the ordinary.
+# The same with tools and system at the beginning: only the ids are unusual.
 MISTRAL_HEAD = MISTRAL.replace("loop.last and system", "loop.first and system").replace(
     "tools is not none and loop.last", "tools is not none and loop.first"
 )
 
-# No system role, no tools, strict turns, trimmed content.
+# No system role, no tools; roles must alternate; trims content.
 GEMMA = """\
 {{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}{{- raise_exception('no system role') }}{%- endif %}
@@ -162,7 +163,7 @@ GEMMA = """\
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}
 """
 
-# Content is a list of parts; no end token is written after a reply.
+# Content is a list of parts; writes no end token after a reply.
 PARTS = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
@@ -199,9 +200,27 @@ _SPECIAL = [
     "[/TOOL_RESULTS]",
 ]
 
+_DOUBLING = "{% set ns = namespace(x=messages[0].content) %}{% for i in range(60) %}"
+# Templates that would exhaust time or memory; each reads the first message.
+HOSTILE = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "empty loops": "{% for a in range(99999) if a in range(99999) | list %}{% endfor %}",
+    "string doubling": _DOUBLING + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "doubling by concatenation": _DOUBLING + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "a constant": "{{ 'x' * 10 ** 10 }}",
+    "a number": "{{ 9 ** (9 ** 9) }}",
+    "padding": "{{ '%9999999999d' % 1 }}",
+    "nested lists": _DOUBLING + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x == ns.x | list }}"
+    "{{ ns.x }}",
+    "placeholder text": "{{ lipsum(n=10 ** 7) }}",
+    "text": "{% for a in range(9999) %}{{ messages[0].content * 9999 }}{% endfor %}",
+    "recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ f(90) }}",
+}
+
 
 def write_model(directory: Path, tokenizer_json: Path, name: str) -> Path:
-    """Make a model directory with a template of this name and the special tokens it writes."""
+    """Write the tokenizer files of a model with the named template and its special tokens."""
     template, eos = TEMPLATES[name]
     tokenizer = Tokenizer.from_file(str(tokenizer_json))
     tokenizer.add_special_tokens(_SPECIAL)

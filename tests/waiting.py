@@ -1,4 +1,4 @@
-"""Waiting for what other threads and processes do."""
+"""Waiting for conditions that other threads and processes fulfil."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from collections.abc import Callable
 def eventually(
     condition: Callable[[], object], timeout_s: float = 60.0, *, every_s: float = 0.01
 ) -> bool:
-    """Whether a condition comes to hold in time."""
+    """Whether a condition becomes true within `timeout_s`."""
     until = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= until:
@@ -17,9 +17,9 @@ def eventually(
 
 
 def await_that(condition: Callable[[], object]) -> None:
-    """Wait until a condition holds.
+    """Wait until a condition is true.
 
     Raises:
-        AssertionError: it never did.
+        AssertionError: it was still false after 60 s.
     """
     assert eventually(condition), "it never came true"

@@ -1,12 +1,13 @@
 """Semantic: an inference server that keeps every agent's KV cache.
 
-Each package's docstring tells its chapter, with file names. Imports point one way:
+Each package's docstring describes its modules. Imports go in one direction only:
 
     entrypoints -> adapters -> application -> ports -> domain
 
-`domain/` has the values and rules, `ports/` the interfaces of the core, `application/` what the
-server does, `adapters/` protocols, models, devices and files, `entrypoints/` the wiring and the
-command line. To follow a request, start at `adapters/inbound/`; a block, at `application/cache/`.
+`domain/` has the values and rules, `ports/` the interfaces of the core, `application/` the use
+cases, `adapters/` the protocols, models, devices and files, and `entrypoints/` the wiring and the
+command line. To follow a request, start at `adapters/inbound/`; to follow a block of KV cache, at
+`application/cache/`.
 """
 
 __version__ = "0.1.0"

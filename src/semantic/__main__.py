@@ -1,8 +1,8 @@
-"""Where the `semantic` command begins, and `python -m semantic`."""
+"""Entry point of the `semantic` command and of `python -m semantic`."""
 
 
 def main() -> int:
-    """Run the command; Ctrl-C ends it without a traceback, while it is imported too."""
+    """Run the command; Ctrl-C ends it without a traceback, even during imports."""
     try:
         from semantic.entrypoints.cli import app  # noqa: PLC0415 - takes half a second
     except KeyboardInterrupt:

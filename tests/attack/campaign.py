@@ -26,12 +26,13 @@ from tests.attack.kills import Kills
 from tests.attack.races import Races
 from tests.attack.schemas import HostileSchemas
 from tests.attack.site import Attack, Finding, Truth, make_dice
+from tests.attack.templates import HostileTemplates
 
 KINDS: dict[str, type[Attack]] = {
     attack.kind: attack
     for attack in (
         *(Kills, DamagedFiles, FuzzedRequests, HostileSchemas),
-        *(TamperedImports, Connections, Races),
+        *(HostileTemplates, TamperedImports, Connections, Races),
     )
 }
 _MOST_SHOWN = 20

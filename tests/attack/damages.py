@@ -31,8 +31,8 @@ class Place:
         return self.cache / "ledger.db"
 
     @property
-    def backup(self) -> Path:
-        return self.cache / "ledger.backup.db"
+    def backups(self) -> list[Path]:
+        return sorted(self.cache.glob("ledger.backup*.db"))
 
 
 DoDamage = Callable[[Place, random.Random], None]
@@ -225,7 +225,7 @@ def _ledger(change: Callable[[Path, random.Random], None]) -> DoDamage:
 
 def _both_copies(change: Callable[[Path, random.Random], None]) -> DoDamage:
     def do(place: Place, dice: random.Random) -> None:
-        for path in (place.ledger, place.backup):
+        for path in (place.ledger, *place.backups):
             if path.exists():
                 change(path, dice)
 
@@ -239,6 +239,23 @@ def _write_ahead_log(change: Callable[[Path, random.Random], None]) -> DoDamage:
             change(path, dice)
 
     return do
+
+
+def _all_of_the_ledger_gone(place: Place, _: random.Random) -> None:
+    for path in place.cache.glob("ledger.*"):
+        path.unlink()
+
+
+def _flip_turn(place: Place, dice: random.Random) -> None:
+    """Flip a bit in what was said in a turn; no page looks wrong."""
+    with closing(sqlite3.connect(place.ledger)) as ledger:
+        rows = ledger.execute("SELECT id, body FROM turns").fetchall()
+        turn_id, body = dice.choice(sorted(rows))
+        content = bytearray(body.encode())
+        content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        change = "UPDATE turns SET body = CAST(? AS TEXT) WHERE id = ?"
+        ledger.execute(change, (bytes(content), turn_id))
+        ledger.commit()
 
 
 def _spoil_rows(place: Place, dice: random.Random) -> None:
@@ -325,6 +342,8 @@ LEDGER_DAMAGES = (
         Damage(f"write-ahead log{change.__name__}", _write_ahead_log(change), may_lose=True)
         for change in (_cut, _empty, _flip, _zero, _scramble, _remove)
     ),
+    Damage("all files of the ledger gone", _all_of_the_ledger_gone, may_lose=True),
+    Damage("a bit of a turn is flipped", _flip_turn, may_lose=True),
     Damage("rows are spoilt", _spoil_rows, may_lose=True),
     Damage("another database", _another_database, may_lose=True, may_refuse=True),
     Damage("the ledger is a directory", _ledger_is_directory, may_lose=True, may_refuse=True),

@@ -1,7 +1,8 @@
 """Sends spoilt requests to every endpoint of the server's own document.
 
 Promised: nothing that is sent makes the server fail. It answers with a 2xx, a 4xx, or one of the
-documented refusals, and is as healthy as before; what a foreign web page sends is refused.
+documented refusals, and is as healthy as before. Requests of a foreign web page are refused, also
+where its name was made to lead to this machine (DNS rebinding).
 """
 
 import json
@@ -10,7 +11,7 @@ from typing import ClassVar
 
 import httpx
 
-from tests.attack.mutations import VALID, spoil, spoil_headers
+from tests.attack.mutations import VALID, pack, spoil, spoil_headers
 from tests.attack.site import DOCUMENTED_FAILURES, ServerAttack
 
 REQUESTS_A_ROUND = 20
@@ -21,12 +22,14 @@ _FOREIGN = (
     {b"origin": b"http://evil.example"},
     {b"sec-fetch-site": b"cross-site", b"origin": b"null"},
 )
+_REBOUND = (b"evil.example", b"evil.example:8000", b"localhost.evil.example", b"[::1", b"a b", b"")
 
 
 class FuzzedRequests(ServerAttack):
     """Each round some requests, then a look at the server."""
 
     kind: ClassVar[str] = "fuzz"
+    options: ClassVar[tuple[str, ...]] = ("--allow-remote",)  # a local address stays local
 
     def open(self) -> None:
         super().open()
@@ -37,6 +40,7 @@ class FuzzedRequests(ServerAttack):
             for method in methods
             if method in {"post", "patch"}
         )
+        self._reads = sorted(path for path, all_of in document["paths"].items() if "get" in all_of)
         self._make_agents()
 
     def _make_agents(self) -> None:
@@ -52,11 +56,15 @@ class FuzzedRequests(ServerAttack):
             self._send_one(dice)
         self.check_server()
         self._send_foreign(dice)
+        self._send_rebound(dice)
 
     def _send_one(self, dice: random.Random) -> None:
         method, path = dice.choice([each for each in self._operations if each[1] != _OBEYED])
         content = spoil(dice.choice(VALID.get(path, [{}])), dice)
         headers = spoil_headers(dice)
+        if dice.random() < 0.1:
+            content, encoding = pack(content, dice)
+            headers |= encoding
         self.num_requests += 1
         try:
             answer = self.server.http.request(
@@ -81,8 +89,19 @@ class FuzzedRequests(ServerAttack):
         method, path = dice.choice(self._operations)
         content = json.dumps(VALID.get(path, [{}])[0]).encode()
         headers = {b"content-type": b"application/json", **dice.choice(_FOREIGN)}
-        place = path.replace("{agent_id}", _AGENTS[0]).replace("{response_id}", self._response_id)
+        place = self._known_place(path)
         self.num_requests += 1
         answer = self.server.http.request(method, place, content=content, headers=headers)
         if not 400 <= answer.status_code < 500:
             self.find(f"{method} {path} from a foreign page answers {answer.status_code}")
+
+    def _send_rebound(self, dice: random.Random) -> None:
+        """A page that reaches the server under a name of its own cannot even read."""
+        path, host = dice.choice(self._reads), dice.choice(_REBOUND)
+        self.num_requests += 1
+        answer = self.server.http.get(self._known_place(path), headers={b"host": host})
+        if answer.status_code != 400:
+            self.find(f"GET {path} with the host {host!r} answers {answer.status_code}")
+
+    def _known_place(self, path: str) -> str:
+        return path.replace("{agent_id}", _AGENTS[0]).replace("{response_id}", self._response_id)

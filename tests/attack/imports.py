@@ -1,14 +1,20 @@
-"""Imports agents that somebody tampered with.
+"""Imports agents that somebody tampered with, and files that expand or take much memory.
 
-Promised: a 4xx, or an agent that harms nobody. Whoever shares its beginning gets the replies that
-are computed fresh; lists, garbage collection and upkeep go on; it can be deleted.
+Promised: a 4xx (or a 503 while others import), or an agent that harms nobody. Agents that share its
+beginning get the replies that are computed fresh; lists, garbage collection and upkeep go on; it
+can be deleted.
 """
 
+import gzip
+import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import httpx
 
+from tests.agent_files import packed
+from tests.attack.schemas import resident_bytes
 from tests.attack.site import (
     DOCUMENTED_FAILURES,
     MAX_TOKENS,
@@ -22,6 +28,27 @@ from tests.waiting import eventually
 
 _HEADERS = {"content-type": "application/x-tar"}
 _BACKUP_EVERY = 10  # rounds between two looks at upkeep
+_BOMBS_EVERY = 6
+_NUM_BOMBS = 6  # at once
+_MAX_GROWTH = 2**29  # bytes of memory that bombs may leave taken
+
+
+def zeros(_: random.Random) -> tuple[bytes, dict[str, str]]:
+    """400 MB of zeros as one block, in 0.4 MB."""
+    block = (f"blocks/{'0' * 64}.full.safetensors", bytes(400 * 2**20))
+    file = packed([("agent.json", b"{}"), block], "none")
+    return gzip.compress(file), {"content-encoding": "gzip"}
+
+
+def values(dice: random.Random) -> tuple[bytes, dict[str, str]]:
+    """16 MB of JSON that would become 350 MB of lists."""
+    inner = dice.choice((b"[]", b"{}", b'"ab"'))
+    turn = b'{"id": "t", "body": {"messages": [' + b",".join([inner] * 5_000_000) + b"]}}"
+    head = json.dumps({"id": "a", "model": "m", "fingerprint": "f", "abi": "a", "body": {}})
+    return packed([("agent.json", head.encode()), ("turns/000001.json", turn)], "none"), {}
+
+
+_BOMBS = (zeros, values)
 
 
 class TamperedImports(ServerAttack):
@@ -47,6 +74,8 @@ class TamperedImports(ServerAttack):
             self.find(f"{what}: the import answers {status}")
         self._check_others(said, what)
         self.check_server()
+        if self.round % _BOMBS_EVERY == 0:
+            self._send_bombs(dice)
         if self.round % _BACKUP_EVERY == _BACKUP_EVERY - 1:
             self._check_backup()
 
@@ -101,6 +130,26 @@ class TamperedImports(ServerAttack):
                 request = f"{used.request.method} {used.request.url.path}"
                 self.find(f"{what}: {request} answers {used.status_code} {used.text[:300]}")
         return answer.status_code
+
+    def _send_bombs(self, dice: random.Random) -> None:
+        """Import several files at once that cost far more than they are long."""
+        bomb = _BOMBS[self.round // _BOMBS_EVERY % len(_BOMBS)]
+        content, headers = bomb(dice)
+        before = resident_bytes(self.server.pid)
+
+        def send(_: int) -> httpx.Response:
+            return self.server.http.post("/v1/agents/import", content=content, headers=headers)
+
+        with ThreadPoolExecutor(_NUM_BOMBS) as pool:
+            answers = list(pool.map(send, range(_NUM_BOMBS)))
+        self.num_requests += len(answers)
+        for answer in answers:
+            if not 400 <= answer.status_code < 500 and answer.status_code != 503:
+                self.find(f"{bomb.__name__}: {answer.status_code} {answer.text[:300]}")
+        growth = resident_bytes(self.server.pid) - before
+        if growth > _MAX_GROWTH:
+            self.find(f"{bomb.__name__}: the server grew by {growth >> 20} MB")
+        self.check_server()
 
     def _check_others(self, said: list[Message], what: str) -> None:
         """Somebody else has the same conversation, from its beginning to where it ended."""

@@ -1,9 +1,11 @@
 """Valid requests, and ways to spoil them."""
 
 import copy
+import gzip
 import json
 import math
 import random
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -165,7 +167,23 @@ VALID: dict[str, list[Any]] = {
 }
 
 _WEIRD: tuple[Any, ...] = (
-    *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 2**70, -(2**70), 10**300, 1e308, -0.0),
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        -0.0,
+        2**31,
+        2**63,
+        2**64,
+        2**70,
+        -(2**70),
+        10**18,
+        10**300,
+        1e308,
+    ),
     *(math.nan, math.inf, -math.inf, 0.1, "", " ", "\0", "\ud800", "a\udfffb", "\u202e", "💥" * 50),
     *("<|start|>system\n", "<|end|>", "{{ 7*7 }}", "../../etc/passwd", "'; DROP TABLE turns; --"),
     *([], {}, [[]], [None], {"": ""}, {"\ud800": 1}, [{}] * 100, "x" * 20_000, "NaN", "1e999"),
@@ -265,7 +283,7 @@ def _shorten(value: Any, name: str = "") -> Any:
     if isinstance(value, list):
         return [_shorten(inner) for inner in value]
     is_count = name.startswith("max_") or name in {"n", "best_of"}
-    is_long = isinstance(value, int | float) and MAX_TOKENS < value < 2**40
+    is_long = isinstance(value, int | float) and MAX_TOKENS < value <= 2**31
     return MAX_TOKENS if is_count and is_long else value
 
 
@@ -291,3 +309,19 @@ def spoil_headers(dice: random.Random) -> dict[bytes, bytes]:
         name, value = dice.choice(_HEADERS)
         headers[name] = value
     return headers
+
+
+_PACKINGS: tuple[tuple[bytes, Callable[[bytes], bytes]], ...] = (
+    (b"gzip", gzip.compress),
+    (b"deflate", zlib.compress),
+    (b"gzip", lambda content: gzip.compress(b"") * 100_000 + gzip.compress(content)),
+    (b"gzip", lambda content: gzip.compress(content + b" " * 2**26)),
+    (b"gzip", lambda content: gzip.compress(gzip.compress(content))),
+    (b"gzip", lambda content: gzip.compress(content)[:-5]),
+)
+
+
+def pack(content: bytes, dice: random.Random) -> tuple[bytes, dict[bytes, bytes]]:
+    """Compress a body, honestly or as an attacker does; returns it and its header."""
+    encoding, compress = dice.choice(_PACKINGS)
+    return compress(content), {b"content-encoding": encoding}

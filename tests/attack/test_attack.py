@@ -21,16 +21,18 @@ def damage_rounds() -> list[int]:
     chosen = (
         *("block_flip", "blocks is a link", "foreign files"),
         *("ledger and backup_scramble", "write-ahead log_cut"),
+        *("all files of the ledger gone", "a bit of a turn is flipped"),
     )
     return [number for number, damage in enumerate(DAMAGES) if damage.name in chosen]
 
 
 ROUNDS: dict[str, list[int]] = {
-    "kills": [0, 1],
+    "kills": [0, 1, 2],
     "damage": damage_rounds(),
     "fuzz": [0, 1, 2],
     "schemas": [0, 1, 2, 3],
-    "imports": [0, 1, 2, 3, 4, 12],
+    "templates": [0, 2],
+    "imports": [0, 1, 2, 3, 4, 6, 12],
     "connections": [0, 5],
     "races": [0, 1],
 }

@@ -1,4 +1,4 @@
-"""Fifty kills for each way to keep agents and each kind of model; run by `make chaos`.
+"""Fifty kills for each way to keep agents, each kind of model, and encryption; for `make chaos`.
 
 Not collected by itself: it takes minutes. CHAOS_KILLS and CHAOS_SEED change how many, and when.
 """
@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from examples.custom_model import make_tiny_model
+from tests.chaos.changes import Changer
 from tests.chaos.kills import Trial
 from tests.chaos.talk import make_agents
 
@@ -33,23 +34,36 @@ SEED = int(os.environ.get("CHAOS_SEED") or secrets.randbelow(10**6))
 
 def run(trial: Trial, name: str) -> None:
     sys.stderr.write(f"\n{name}: {NUM_KILLS} kills, CHAOS_SEED={SEED}\n")
+    wrong: list[str] = []
     for number in range(NUM_KILLS):
-        trial.kill_once()
+        try:
+            trial.kill_once()
+        except AssertionError as error:  # all are listed, and not the first alone
+            wrong.append(f"kill {number + 1}: {error}")
+            sys.stderr.write(f"  {wrong[-1]}\n")
         if number % 10 == 9:
             sys.stderr.write(f"  {number + 1} kills, {trial.num_received} replies received\n")
     trial.finish()
     num_compared = trial.check_replies()
     sys.stderr.write(f"  {num_compared} replies are right, {trial.num_turns[-1]} turns are kept\n")
+    sys.stderr.write(f"  answered changes: {dict(trial.num_changes)}\n")
+    assert not wrong, "\n".join(wrong)
     assert num_compared > NUM_KILLS
 
 
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("durability", ["sync", "write_behind"])
-def test_the_fake_model(durability: str, tmp_path: Path) -> None:
+def test_the_fake_model(durability: str, is_encrypted: bool, tmp_path: Path) -> None:
     # A small budget, so that files are evicted while others are written.
     options = ["--backend", "fake", "--disk-budget-mb", "8"]
     agents = make_agents("fake", 6, max_tokens=60)
-    trial = Trial(tmp_path / "home", tmp_path, durability, options, agents, SEED)
-    run(trial, f"fake, {durability}")
+    changers = [Changer(f"changed-{number}", "fake", SEED) for number in range(2)]
+    trial = Trial(
+        *(tmp_path / "home", tmp_path, durability, options, agents, SEED),
+        changers=changers,
+        is_encrypted=is_encrypted,
+    )
+    run(trial, f"fake, {durability}{', encrypted' * is_encrypted}")
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,17 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from semantic.adapters.outbound.cipher import Cipher, load_cipher
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.domain.chat import Message as SaidMessage
 from semantic.entrypoints.cli.app import main
+from tests.chaos.changes import Changer
 from tests.chaos.talk import PATIENCE_S, Agent, Load, Message, ask
 from tests.smoke.server_process import ServerProcess, serve_forked
 
@@ -27,6 +31,8 @@ class Trial:
         durability: `sync`: every reply that was received whole must be there.
         options: What servers are started with.
         most_replies: A server is killed after fewer replies than this.
+        changers: Change agents of their own meanwhile.
+        is_encrypted: Whether servers encrypt what they keep.
         num_turns: Turns found in the ledger after each kill.
     """
 
@@ -37,10 +43,23 @@ class Trial:
     agents: list[Agent]
     seed: int
     most_replies: int = 40
+    changers: Sequence[Changer] = ()
+    is_encrypted: bool = False
     num_turns: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.dice = random.Random(self.seed)  # noqa: S311 - moments, not secrets
+        self.work.mkdir(parents=True, exist_ok=True)
+        self._config = self.work / "encryption.toml"
+        self._cipher: Cipher | None = None
+        self._settings: dict[str, Any] = {}
+        if self.is_encrypted:
+            key = self.work / "encryption.key"
+            key.touch(mode=0o600)
+            key.write_text(os.urandom(32).hex())
+            self._cipher = load_cipher(key, None)
+            self._settings["encryption_key_file"] = str(key)
+        self._config.write_text("".join(f"{n} = '{v}'\n" for n, v in self._settings.items()))
 
     @property
     def cache(self) -> Path:
@@ -55,7 +74,7 @@ class Trial:
                 server.process.send_signal(signal.SIGKILL)
             else:
                 server.await_ready()
-                load = Load(server.url, self.agents)
+                load = Load(server.url, [*self.agents, *self.changers])
                 self._await_moment(load)
                 server.process.send_signal(signal.SIGKILL)
                 load.stop()
@@ -74,6 +93,16 @@ class Trial:
     def num_received(self) -> int:
         """Replies that all agents received whole."""
         return sum(len(agent.received) for agent in self.agents)
+
+    @property
+    def num_changes(self) -> Counter[str]:
+        """Changes of each kind that were answered."""
+        return sum((changer.counts for changer in self.changers), Counter())
+
+    @property
+    def num_answered(self) -> int:
+        """Replies and changes."""
+        return self.num_received + self.num_changes.total()
 
     def finish(self) -> None:
         """Let everyone have one more turn on a server that is stopped in order, and check."""
@@ -108,11 +137,16 @@ class Trial:
             return  # killed before anything was made
         # What a crash left is checked on a copy, so that the next server meets it too.
         shutil.copytree(self.cache, copy, copy_function=_link_blocks)
-        assert main(["cache", "verify", "--cache-dir", str(copy)]) == 0
-        logged = logged_conversations(copy)
+        options = ["--cache-dir", str(copy), "--config", str(self._config)]
+        assert main(["cache", "verify", *options]) == 0
+        logged = logged_conversations(copy, self._cipher)
         self.num_turns.append(sum(len(said) // 2 for said in logged.values()))
         for agent in self.agents:
             self._check_agent(agent, logged, is_all_written=is_all_written)
+        is_synced = self.durability == "sync" or is_all_written
+        with opened(copy, self._cipher) as ledger:
+            wrong = [changer.check(ledger, is_synced=is_synced) for changer in self.changers]
+        assert not any(wrong), wrong
 
     def _check_agent(
         self, agent: Agent, logged: dict[str, list[Message]], *, is_all_written: bool
@@ -133,7 +167,8 @@ class Trial:
     def _serve(self) -> contextlib.AbstractContextManager[ServerProcess]:
         options = [*self.options, "--durability", self.durability, "--cache-dir", str(self.cache)]
         log = self.work / "server.log"
-        return serve_forked(self.home, log, *options, is_ready=False, shutdown_timeout_s=60)
+        settings = {**self._settings, "shutdown_timeout_s": 60}
+        return serve_forked(self.home, log, *options, is_ready=False, **settings)
 
 
 def _link_blocks(source: str, target: str) -> None:
@@ -144,15 +179,25 @@ def _link_blocks(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def logged_conversations(cache: Path) -> dict[str, list[Message]]:
+@contextlib.contextmanager
+def opened(cache: Path, cipher: Cipher | None = None) -> Iterator[SqliteLedger]:
+    """The ledger of a directory."""
+    ledger = SqliteLedger(cache, cipher=cipher)
+    ledger.load()
+    try:
+        yield ledger
+    finally:
+        ledger.close()
+
+
+def logged_conversations(cache: Path, cipher: Cipher | None = None) -> dict[str, list[Message]]:
     """What every agent said and heard, by the ledger."""
-    ledger = SqliteLedger(cache)
     found: dict[str, list[Message]] = {}
-    for agent in ledger.load().agents:
-        turns = ledger.turns(agent.tenant, agent.head, limit=1000) if agent.head else ()
-        assert len(turns) == agent.num_turns
-        found[agent.id] = [_plain(m) for turn in reversed(turns) for m in turn.messages]
-    ledger.close()
+    with opened(cache, cipher) as ledger:
+        for agent in ledger.load().agents:
+            turns = ledger.turns(agent.tenant, agent.head, limit=1000) if agent.head else ()
+            assert len(turns) == agent.num_turns
+            found[agent.id] = [_plain(m) for turn in reversed(turns) for m in turn.messages]
     return found
 
 

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import httpx
 
@@ -109,10 +110,16 @@ def ask(
     return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
 
 
-class Load:
-    """All agents talk at once, each on a thread, until the server is gone or `stop` is called."""
+class Client(Protocol):
+    """What asks a server for one thing after another."""
 
-    def __init__(self, url: str, agents: Sequence[Agent]) -> None:
+    def take_turn(self, http: httpx.Client) -> None: ...
+
+
+class Load:
+    """All clients ask at once, each on a thread, until the server is gone or `stop` is called."""
+
+    def __init__(self, url: str, agents: Sequence[Client]) -> None:
         self._url = url
         self._is_stopping = threading.Event()
         self.refusals: list[str] = []
@@ -134,7 +141,7 @@ class Load:
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
 
-    def _talk(self, agent: Agent) -> None:
+    def _talk(self, agent: Client) -> None:
         with httpx.Client(base_url=self._url, timeout=PATIENCE_S, trust_env=False) as http:
             while not self._is_stopping.is_set():
                 try:

@@ -13,7 +13,7 @@ from semantic.adapters.outbound.backends.fake import FakeBackend, fake_spec
 from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
-from semantic.adapters.outbound.backends.torch.native import NativeBuild
+from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.domain.sampling import SamplingParams
 from semantic.ports.backend import ModelBackendPort
 from tests.contract.driver import GREEDY, NUM_REPLY, begin
@@ -78,12 +78,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def native(tmp_path_factory: pytest.TempPathFactory) -> NativeBuild:
-    """The library of decode steps; there is none but on an ARM CPU."""
-    return NativeBuild(tmp_path_factory.mktemp("native"))
 
 
 @pytest.fixture(scope="session")

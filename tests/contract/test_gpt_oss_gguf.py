@@ -14,7 +14,10 @@ from torch.nn import functional
 from benchmarks.gpt_oss_file import TOKENS, write_gpt_oss
 from semantic.adapters.outbound.backends.torch import cpu
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
-from semantic.adapters.outbound.backends.torch.grouped import has_kleidi, load_grouped
+from semantic.adapters.outbound.backends.torch.grouped import load_grouped
+from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.adapters.outbound.backends.torch.native.library import Library
+from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.models.gguf import import_gguf
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.errors import InvalidRequestError
@@ -94,11 +97,12 @@ def test_the_same_logits_as_the_librarys_model(
 
 
 @pytest.mark.parametrize("experts", [Kind.MXFP4, Kind.Q4_0], ids=["MXFP4", "Q4_0"])
-def test_kept_experts_are_near_the_expanded_ones(experts: Kind, tmp_path: Path) -> None:
+def test_kept_experts_are_near_the_expanded_ones(
+    library: Library, experts: Kind, tmp_path: Path
+) -> None:
     pair = make_pair(tmp_path, experts, Kind.Q8_0)
     loaded = load_grouped(pair.directory, torch.float32, "eager", is_kept=True).eval()
-    if has_kleidi():
-        cpu.pack_grouped(loaded)
+    cpu.pack_grouped(loaded, library)
     with torch.inference_mode():
         found = loaded(TEXT).logits[0]
     assert divergence(found, pair.logits(TEXT)) < 5e-3
@@ -116,8 +120,8 @@ def test_experts_stay_in_four_bits_on_disk(published: Pair) -> None:
     assert kinds == [LayerKind.WINDOW, LayerKind.FULL]
 
 
-def test_a_batch_gives_what_each_gives_alone(published: Pair) -> None:
-    backend = TorchBackend(published.directory, published.spec)
+def test_a_batch_gives_what_each_gives_alone(native: NativeBuild, published: Pair) -> None:
+    backend = TorchBackend(published.directory, published.spec, TorchOptions(native=native))
     texts = [[token % len(TOKENS) for token in prompt(12 + n, seed=n)] for n in range(3)]
     check_batch(backend, texts)
 

@@ -115,6 +115,19 @@ def test_everything_is_there_for_the_next_server(open_ledger: Open) -> None:
     assert (*others, second.replay("acme", b"key"), second.place("local", "t9")) == (None,) * 4
 
 
+def test_what_a_tenant_stores_is_counted_in_bytes(ledger: LedgerPort) -> None:
+    turns = [
+        PutTurn("local", turn_of(name, text=text)) for name, text in (("a", "h\u00e9"), ("b", ""))
+    ]
+    changes: list[PutAgent | PutTurn] = [PutAgent(agent_of("coder", "a")), *turns]
+    assert ledger.stored_bytes("local") == 0
+    ledger.apply(changes, is_synced=False)
+    assert ledger.stored_bytes("local") == ledger.size_of(*changes) > 0
+    longer = PutTurn("local", turn_of("c", text="\u00e9" * 1000))
+    assert ledger.size_of(longer) - ledger.size_of(turns[1]) == 2000
+    assert ledger.stored_bytes("acme") == ledger.size_of() == 0
+
+
 def test_a_log_is_read_from_its_head_backwards(ledger: LedgerPort) -> None:
     log = [turn_of(f"t{i}", f"t{i - 1}" if i else None, at=float(-i)) for i in range(9)]
     ledger.apply([PutTurn("local", turn) for turn in log[::-1]], is_synced=False)

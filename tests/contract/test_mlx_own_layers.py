@@ -242,7 +242,7 @@ def test_kernels_that_are_wrong_are_not_used(
     backend = _load(tmp_path, LlamaConfig(**SIZES))
     assert _kinds(backend) == {"TransformerBlock"}
     assert backend._runner.batching.value == "all rows"
-    assert "our own kernels are wrong for 2 layers" in caplog.text
+    assert "custom kernels disagree on 2 layers" in caplog.text
 
 
 def test_all_kernels_are_compiled_while_a_model_loads(

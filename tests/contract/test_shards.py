@@ -15,6 +15,7 @@ from semantic.adapters.outbound.backends.sharded import ShardedBackend, share_of
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.domain.errors import DeviceLostError, InvalidRequestError
+from semantic.domain.spec import Compute, ComputeHint
 from semantic.entrypoints import shards
 from semantic.entrypoints.shards import load_sharded
 from semantic.ports.backend import ModelBackendPort, SequenceId, Step, Ticket
@@ -62,6 +63,18 @@ def test_two_processes_say_what_one_says_until_one_of_them_is_killed(
     check_texts(*both)
     check_shares(*both)
     check_kill(both[1])
+
+
+def test_all_ranks_take_the_dtype_that_was_chosen_before(tiny_model: GetModel) -> None:
+    model = tiny_model("llama")
+    settings = load_settings({"shards": 2, "dtype": "auto", "threads": 1})
+    known = Compute("cpu", "bfloat16", 1, "PyTorch", "measured before")
+    divided = load_sharded(model.directory, model.spec, settings, "torch", ComputeHint(known))
+    try:
+        assert divided.traits.kv_abi == "torch.v1.bfloat16.shards2"
+        assert len(begin(divided, next(_IDS), prompt(12)).finish(4)) == 4
+    finally:
+        divided.shutdown()
 
 
 def check_texts(whole: ModelBackendPort, divided: ShardedBackend) -> None:

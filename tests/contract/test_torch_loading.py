@@ -13,10 +13,11 @@ from semantic.adapters.outbound.backends.torch.loading import (
     choose_device,
     choose_dtype,
     choose_threads,
+    pick_dtype,
     shorten_calls,
 )
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.spec import Compute
+from semantic.domain.spec import Compute, ComputeHint
 from tests.contract.driver import begin, prompt
 from tests.contract.models import FAMILIES, GetModel
 from tests.number_formats import HAS_BFLOAT16, needs_bfloat16
@@ -30,6 +31,38 @@ def test_the_dtype_is_measured_unless_given() -> None:
     dtype, reason = choose_dtype("auto", cpu)
     assert dtype is torch.float32 or HAS_BFLOAT16
     assert "times as fast as" in reason
+
+
+def test_a_measured_dtype_is_kept_for_the_same_device() -> None:
+    cpu = torch.device("cpu")
+    for dtype in ("bfloat16", "float32"):
+        known = Compute("cpu", dtype, 1, "PyTorch", "measured before")
+        chosen = choose_dtype("auto", cpu, ComputeHint(known))
+        assert chosen == (getattr(torch, dtype), "measured before")
+        assert choose_dtype("float16", cpu, ComputeHint(known))[0] is torch.float16
+    for device, dtype in (("cuda", "bfloat16"), ("cpu", "float16"), ("cpu", "nonsense")):
+        known = Compute(device, dtype, 0, "PyTorch", "measured before")
+        assert "measured before" not in choose_dtype("auto", cpu, ComputeHint(known))[1]
+
+
+@pytest.mark.parametrize(
+    "seconds, stored, chosen, reason",
+    [
+        ((1.0, 1.2), (), "bfloat16", "measured 1.2 times as fast as float32"),
+        ((1.0, 1.2), ("bfloat16",), "bfloat16", "measured 1.2 times as fast as float32"),
+        (
+            *((1.0, 1.25), ("float32", "bfloat16"), "float32"),
+            "stored KV cache has it; measured 0.8 times as fast as bfloat16",
+        ),
+        ((1.0, 1.2), ("float16",), "bfloat16", "measured 1.2 times as fast as float32"),
+        ((90.0, 1.0), ("bfloat16",), "float32", "measured 90.0 times as fast as bfloat16"),
+    ],
+)
+def test_the_dtype_of_stored_state_is_preferred_unless_it_is_much_slower(
+    seconds: tuple[float, float], stored: tuple[str, ...], chosen: str, reason: str
+) -> None:
+    measured = dict(zip(("bfloat16", "float32"), seconds, strict=True))
+    assert pick_dtype(measured, stored) == (chosen, reason)
 
 
 def test_a_backend_says_how_it_computes(tiny_model: GetModel) -> None:

@@ -1,6 +1,8 @@
 """Decode steps in C: the same numbers as the model's own code, or not used."""
 
 import json
+import platform
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,8 +23,13 @@ from semantic.adapters.outbound.backends.torch.grouped import (
     read_tensors,
 )
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions, load_model, make_plan
-from semantic.adapters.outbound.backends.torch.native import Library, NativeBuild
+from semantic.adapters.outbound.backends.torch.native.library import (
+    Library,
+    LibraryMismatchError,
+)
+from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.backends.torch.plain import PlainModel, read_plain
+from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.backend import Chunk, SequenceId
 from tests.contract.driver import advance, begin, check_batch, prompt, save
@@ -32,14 +39,6 @@ from tests.contract.test_torch_grouped import WIDE, write_grouped
 pytestmark = pytest.mark.contract
 
 PLAIN = {"llama", "qwen2", "qwen3", "mistral"}
-
-
-@pytest.fixture(scope="session")
-def library(native: NativeBuild) -> Library:
-    made = native.library()
-    if made is None:
-        pytest.skip("the native library is for ARM CPUs, and needs a compiler")
-    return made
 
 
 # -- one linear -----------------------------------------------------------------------------------
@@ -214,7 +213,7 @@ import json, sys
 from pathlib import Path
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
-from semantic.adapters.outbound.backends.torch.native import NativeBuild
+from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.domain.spec import ModelCacheSpec
 
 directory = Path(sys.argv[1])
@@ -232,17 +231,77 @@ print([name for name in ("transformers", "sympy", "torch._dynamo") if name in sy
 # -- building -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
-def test_without_a_compiler_there_is_none(
-    compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_without_a_compiler_there_is_none_and_the_reason_is_given(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: GetModel, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("CC", compiler)
-    assert NativeBuild(tmp_path / "native").library() is None
+    monkeypatch.setenv("CC", "no-such-compiler")
+    build = NativeBuild(tmp_path / "native", prebuilt=tmp_path)
+    assert build.library() is None
+    assert "no C compiler (no-such-compiler): install gcc, clang, or" in build.reason
+    model = tiny_model("llama")
+    backend = TorchBackend(model.directory, model.spec, TorchOptions("float32", native=build))
+    assert backend.traits.compute is not None
+    assert backend.traits.compute.kernels == "PyTorch"
+    assert build.reason in backend.traits.compute.slow
+
+
+def test_a_compiler_that_fails_is_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CC", "false")
+    build = NativeBuild(tmp_path / "native", prebuilt=tmp_path)
+    assert build.library() is None
+    assert "false" in build.reason
+
+
+def test_a_library_can_be_switched_off(tmp_path: Path) -> None:
+    build = NativeBuild(tmp_path / "native", "off")
+    assert build.library() is None
+    assert "off" in build.reason
+    assert not (tmp_path / "native").exists()
+
+
+def test_a_variant_of_another_machine_is_refused(tmp_path: Path) -> None:
+    foreign = "avx2" if platform.machine() in ("aarch64", "arm64") else "dotprod"
+    with pytest.raises(InvalidRequestError, match=f"native {foreign}: there is no variant for"):
+        NativeBuild(tmp_path / "native", foreign).library()
+
+
+def test_an_unknown_variant_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="'sse2' is none of auto, off, avx512vnni"):
+        NativeBuild(tmp_path / "native", "sse2")
 
 
 @pytest.mark.usefixtures("library")
 def test_what_was_built_is_kept(native: NativeBuild) -> None:
     files = {path: path.stat().st_mtime_ns for path in native.directory.iterdir()}
-    assert len(files) == 1
     assert NativeBuild(native.directory).library() is not None
     assert {path: path.stat().st_mtime_ns for path in native.directory.iterdir()} == files
+
+
+@pytest.mark.usefixtures("library")
+def test_a_prebuilt_library_needs_no_compiler(
+    native: NativeBuild, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert native.library() is not None
+    for path in native.directory.glob("*.so"):
+        (tmp_path / path.name.partition("-")[2]).symlink_to(path)  # without the compiler's name
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert NativeBuild(tmp_path / "native", prebuilt=tmp_path).library() is not None
+
+
+def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
+    """Its structures have other sizes."""
+    source = tmp_path / "other.c"
+    source.write_text(
+        "int semantic_supported(void) { return 1; }\n"
+        "unsigned long long semantic_abi(void) { return 7; }\n"
+    )
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    path = tmp_path / "other.so"
+    command = [compiler, "-shared", "-fPIC", "-o", str(path), str(source)]
+    subprocess.run(command, check=True)  # noqa: S603 - our own
+    with pytest.raises(LibraryMismatchError, match="another version"):
+        Library(path, "avx2")

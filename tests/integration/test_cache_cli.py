@@ -41,7 +41,7 @@ def test_stats_say_what_is_there(home: Path, capsys: pytest.CaptureFixture[str])
     assert lines[:3] == [f"directory  {home}/cache", "agents     2", "turns      2"]
     num_files = len(block_files(home))
     assert lines[3].startswith(f"files      {num_files}, ")
-    assert lines[4].startswith(f"  fake (raw): {num_files}, ")
+    assert lines[4].startswith(f"  fake (fake.v2.0.0, raw): {num_files}, ")
     assert lines[5].startswith("in all ")
     assert " of 20.0 GB (" in lines[5]
     assert lines[5].endswith(" of it for the ledger and its backup")
@@ -93,8 +93,7 @@ def test_verify_restores_turns_that_changed(home: Path, capsys: pytest.CaptureFi
         ledger.execute("UPDATE turns SET num_tokens = num_tokens + 1 WHERE agent = 'critic'")
     assert main(["cache", "verify", "--home", str(home)]) == 1
     text = capsys.readouterr().out
-    assert "bad: turns of critic" in text
-    assert "restored 2 agents and 2 turns" in text
+    assert "of agent critic does not match its checksum; restored it from the backup" in text
     assert "the ledger is not sound" in text
     assert main(["cache", "verify", "--home", str(home)]) == 0
 
@@ -124,6 +123,26 @@ def test_gc_deletes_what_no_agent_reaches(home: Path, capsys: pytest.CaptureFixt
         }
         usage = http.post("/v1/chat/completions", json=body).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+
+
+def test_gc_keeps_the_beginning_of_what_lost_its_end(home: Path) -> None:
+    """As a server's own collection does: the next turn computes only what is gone."""
+    with run_server(make_settings(home)) as running:
+        agents = running.server.memory.agents
+        agents.delete("local", "critic")
+        place = agents.place(agents.get("local", "coder"))
+        assert place.pointer is not None
+        end = place.pointer.block.hex()
+    (tail,) = (home / "cache" / "blocks").rglob(f"{end}.*.safetensors")
+    tail.unlink()
+    assert main(["cache", "gc", "--home", str(home), "--orphan-age-h", "0"]) == 0
+    assert block_files(home)
+    assert main(["cache", "verify", "--home", str(home)]) == 0
+    with run_server(make_settings(home)) as running, running.client() as http:
+        content = [{"role": "user", "content": HEAD + QUESTIONS["coder"]}]
+        body = {"model": running.model, "messages": content, "max_tokens": 5}
+        usage = http.post("/v1/chat/completions", json=body).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 @pytest.mark.parametrize("action", ["stats", "verify", "gc"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,14 +10,19 @@ from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
+from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.domain.errors import CachePersistenceError, InvalidRequestError
 from semantic.entrypoints.bootstrap import bootstrap
 from semantic.entrypoints.cli.app import main
+from semantic.entrypoints.server import create_app
+from semantic.ports.storage import PutAgent
 from tests.chaos.kills import logged_conversations
 from tests.chaos.mounts import fill_up, resize, small_disk
 from tests.chaos.talk import Message, ask
 from tests.http_server import RunningServer, make_settings, run_server
+from tests.unit.adapters.outbound.ledger.ledger_values import agent_of
 from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
@@ -160,6 +166,79 @@ def test_a_lost_ledger_is_restored_and_its_index_rebuilt(
     assert_right(reference, said)
 
 
+def test_a_ledger_that_is_gone_with_its_backups_and_its_mark_is_said(
+    kept: tuple[Path, Conversation],
+) -> None:
+    home, _ = kept
+    for path in (home / "cache").glob("ledger.*"):
+        path.unlink()
+    with (
+        capture_logs() as logged,
+        run_server(make_settings(home)) as running,
+        running.client() as http,
+    ):
+        assert http.get("/v1/agents").json()["data"] == []
+        assert "all earlier agents and turns are lost" in http.get("/health").json()["problem"]
+    warnings = [str(line.get("problem")) for line in logged if line["log_level"] == "warning"]
+    assert any("all earlier agents and turns are lost" in warning for warning in warnings)
+
+
+def spoil_turn(home: Path, number: int) -> str:
+    """Change a letter of what was said in a turn, in the ledger alone; returns the turn's id."""
+    with contextlib.closing(sqlite3.connect(home / "cache" / "ledger.db")) as ledger, ledger:
+        rows = ledger.execute("SELECT id, body FROM turns ORDER BY created_at").fetchall()
+        turn_id, body = rows[number]
+        changed = body.replace("What", "Then")
+        assert changed != body
+        ledger.execute("UPDATE turns SET body = ? WHERE id = ?", (changed, turn_id))
+    return str(turn_id)
+
+
+def logged(http: httpx.Client, agent: str) -> list[str]:
+    turns = http.get(f"/v1/agents/{agent}/turns").raise_for_status().json()["data"]
+    found = [message["content"] for turn in turns[::-1] for message in turn["messages"]]
+    return ["".join(part["text"] for part in parts) for parts in found]
+
+
+def test_a_damaged_turn_is_restored_at_start_and_never_reaches_the_backup(
+    kept: tuple[Path, Conversation], reference: RunningServer
+) -> None:
+    home, said = kept
+    turn_id = spoil_turn(home, 0)
+    for is_first in (True, False):
+        settings = make_settings(home, upkeep_interval_s=0.05)
+        with run_server(settings) as running, running.client() as http:
+            problem = http.get("/health").json()["problem"]
+            assert (f"turn {turn_id} of agent tried" in problem) is is_first
+            assert ("restored it from the backup" in problem) is is_first
+            assert logged(http, "tried") == [message["content"] for message in said]
+            talk(running, said, QUESTIONS[2])
+    assert_right(reference, said)
+
+
+def test_a_damaged_turn_without_a_copy_is_named_and_other_agents_go_on(tmp_path: Path) -> None:
+    with run_server(make_settings(tmp_path)) as running, running.client() as http:
+        said, others = begin(), begin()
+        for question in QUESTIONS[:2]:
+            talk(running, said, question)
+            talk(running, others, question, agent="other")
+        await_that(lambda: len(logged(http, "other")) == len(others))
+        assert running.server.memory.disk is not None
+        assert running.server.memory.disk.flush(60)
+        turn_id = spoil_turn(tmp_path, 0)
+        ask_more = {"messages": [{"role": "user", "content": "And?"}], "max_tokens": 4}
+        for refused in (
+            http.get("/v1/agents/tried/turns"),
+            http.post("/v1/agents/tried/generate", json=ask_more),
+        ):
+            message = refused.json()["error"]["message"]
+            assert f"turn {turn_id} of agent tried does not match its checksum" in message
+            assert str(tmp_path) not in refused.text
+        assert turn_id in http.get("/health").json()["problem"]
+        assert logged(http, "other") == [message["content"] for message in others]
+        http.post("/v1/agents/other/generate", json=ask_more).raise_for_status()
+
+
 def test_a_ledger_another_program_locks_is_refused_and_the_directory_let_go(
     kept: tuple[Path, Conversation],
 ) -> None:
@@ -228,6 +307,67 @@ def test_a_full_disk_costs_no_reply_and_is_made_up_for(
         assert main(["cache", "verify", "--cache-dir", str(disk / "cache")]) == 0
 
 
+def test_a_start_on_a_full_disk_after_a_kill_serves_from_memory_until_there_is_room(
+    tmp_path: Path, reference: RunningServer
+) -> None:
+    said = begin()
+    with small_disk(tmp_path / "disk", "size=4m") as disk:
+        settings = make_settings(tmp_path, cache_dir=disk / "first", durability="sync")
+        with run_server(settings) as running:
+            talk(running, said, QUESTIONS[0])
+            shutil.copytree(disk / "first", disk / "cache")
+        fill_up(disk / "filler")
+        settings = make_settings(tmp_path, cache_dir=disk / "cache", durability="sync")
+        with run_server(settings) as running, running.client() as http:
+            assert "the disk is full" in running.server.memory.summary
+            assert "the disk is full" in http.get("/health").json()["problem"]
+            assert logged(http, "tried") == [message["content"] for message in said]
+            talk(running, said, QUESTIONS[1])
+            (disk / "filler").unlink()
+            talk(running, said, QUESTIONS[2])
+            await_that(lambda: not http.get("/health").json()["problem"])
+        assert_right(reference, said)
+        assert logged_conversations(disk / "cache") == {"tried": said}
+
+
+def test_a_full_disk_without_a_ledger_is_served_from_the_backup(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=2m") as disk:
+        with contextlib.closing(SqliteLedger(disk / "cache")) as ledger:
+            ledger.load()
+            ledger.apply([PutAgent(agent_of("kept", None))], is_synced=True)
+            ledger.back_up()
+        (disk / "cache" / "ledger.db").unlink()
+        fill_up(disk / "filler")
+
+        with contextlib.closing(SqliteLedger(disk / "cache")) as ledger:
+            assert [agent.id for agent in ledger.load().agents] == ["kept"]
+            assert "the disk is full" in ledger.problem
+            (disk / "filler").unlink()
+            ledger.apply([PutAgent(agent_of("new", None))], is_synced=True)
+            assert ledger.problem == ""
+            assert {agent.id for agent in ledger.load().agents} == {"kept", "new"}
+
+
+def test_a_ledger_that_is_locked_when_there_is_room_again_is_opened_later(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=2m") as disk:
+        with contextlib.closing(SqliteLedger(disk / "cache")) as ledger:
+            ledger.load()
+            ledger.apply([PutAgent(agent_of("kept", None))], is_synced=True)
+        fill_up(disk / "filler")
+
+        with contextlib.closing(SqliteLedger(disk / "cache", timeout_s=0.01)) as ledger:
+            ledger.load()
+            (disk / "filler").unlink()
+            change = PutAgent(agent_of("new", None))
+            with contextlib.closing(sqlite3.connect(disk / "cache" / "ledger.db")) as other:
+                other.execute("BEGIN EXCLUSIVE")
+                with pytest.raises(CachePersistenceError):
+                    ledger.apply([change], is_synced=True)
+                assert [agent.id for agent in ledger.agents("local")] == ["kept"]
+            ledger.apply([change], is_synced=True)
+            assert {agent.id for agent in ledger.load().agents} == {"kept", "new"}
+
+
 def asked(http: httpx.Client, model: str, question: str) -> dict[str, Any]:
     """Ask by every protocol, whole and as a stream; returns what each says of durability."""
     said = [{"role": "user", "content": question}]
@@ -266,6 +406,81 @@ def test_every_reply_says_whether_its_turn_is_safe_where_that_is_promised(
             assert set(replies.values()) == {broken}
             (disk / "filler").unlink()
             await_that(lambda: set(asked(http, running.model, "And now?").values()) == {promised})
+
+
+def turn_on(http: httpx.Client, agent: str) -> str:
+    """Create an agent with one turn; returns the turn's id."""
+    http.post("/v1/agents", json={"id": agent}).raise_for_status()
+    asked = {"messages": [{"content": f"Who is {agent}?"}], "max_tokens": 2}
+    reply = http.post(f"/v1/agents/{agent}/generate", json=asked).raise_for_status()
+    return str(reply.json()["turn_id"])
+
+
+def change_all(http: httpx.Client, response_id: str, file: bytes) -> dict[str, httpx.Response]:
+    """Make every kind of change that is no turn."""
+    return {
+        "create": http.post("/v1/agents", json={"id": "new"}),
+        "update": http.patch("/v1/agents/kept", json={"pin": True, "labels": {"a": "b"}}),
+        "fork": http.post("/v1/agents/kept/fork", json={"ids": ["fork-1", "fork-2"]}),
+        "rewind": http.post("/v1/agents/back/rewind", json={"turn_id": None}),
+        "delete": http.delete("/v1/agents/gone"),
+        "import": http.post("/v1/agents/import", params={"id": "copy"}, content=file),
+        "forget": http.delete(f"/v1/responses/{response_id}"),
+    }
+
+
+@pytest.mark.parametrize("durability", ["sync", "write_behind"])
+def test_a_change_that_is_not_on_disk_is_not_confirmed_where_that_is_promised(
+    durability: str, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", "size=4m") as disk:
+        settings = make_settings(tmp_path, cache_dir=disk / "cache", durability=durability)
+        with run_server(settings) as running, running.client() as http:
+            kept = turn_on(http, "kept")
+            for name in ("back", "gone"):
+                turn_on(http, name)
+            asked = {"model": running.model, "input": "What is secret?", "max_output_tokens": 2}
+            response = http.post("/v1/responses", json=asked).raise_for_status().json()["id"]
+            file = http.get("/v1/agents/kept/export").content
+            assert running.server.memory.disk is not None
+            running.server.memory.disk.flush(60)
+            fill_up(disk / "filler")
+            answers = change_all(http, response, file)
+            codes = {name: answer.status_code for name, answer in answers.items()}
+            if durability == "sync":
+                assert set(codes.values()) == {503}, codes
+                for answer in answers.values():
+                    assert answer.json()["error"]["code"] == "not_written"
+                    assert "is not on disk yet" in answer.json()["error"]["message"]
+            else:
+                assert max(codes.values()) < 300, codes
+            (disk / "filler").unlink()
+            await_that(lambda: not http.get("/health").json()["problem"])
+        with run_server(settings) as running, running.client() as http:
+            # What was made in memory was written when there was room again.
+            found = {a["id"]: a for a in http.get("/v1/agents").json()["data"]}
+            assert set(found) >= {"new", "kept", "fork-1", "fork-2", "back", "copy"}
+            assert "gone" not in found
+            settled = found["kept"]["settings"]
+            assert (settled["pin"], settled["labels"]) == (True, {"a": "b"})
+            assert found["fork-2"]["head"] == kept
+            assert (found["back"]["head"], found["copy"]["turns"]) == (None, 1)
+            assert http.get(f"/v1/responses/{response}").status_code == 404
+
+
+@pytest.mark.parametrize("durability", ["sync", "write_behind"])
+async def test_an_agent_that_is_created_before_a_model_is_loaded_is_kept(
+    durability: str, tmp_path: Path
+) -> None:
+    settings = make_settings(tmp_path, durability=durability)
+    server = bootstrap(settings)  # its device is never started
+    transport = httpx.ASGITransport(create_app(server))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        assert (await http.post("/v1/agents", json={"id": "early"})).status_code == 201
+    assert server.memory.close(60)
+    again = bootstrap(settings)
+    assert again.memory.agents.find("local", "early") is not None
+    assert again.memory.close(60)
 
 
 def test_a_disk_that_is_full_while_files_are_evicted(

@@ -3,12 +3,14 @@
 import io
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import typer
 
@@ -62,7 +64,7 @@ def test_an_agent_lives_at_the_command_line(run: Run) -> None:
     assert "is at turn 1" in run("agents", "rewind", "ben")
     assert asked(run, "agents", "show", "ben")["head"] == first["head"]
     assert "before the first" in run("agents", "rewind", "cid", "2")
-    assert "has 1 turn, and cannot go back 2" in run("agents", "rewind", "ben", "2", status=2)
+    assert "cannot rewind 2 turns: ben has 1 turn" in run("agents", "rewind", "ben", "2", status=2)
 
     run("chat", "ben", "-m", "Another way.", "--max-tokens", "8")
     graph = run("agents", "log", "ann", "--graph")
@@ -95,6 +97,7 @@ def test_a_conversation_with_commands(run: Run) -> None:
 
 def test_an_agent_goes_through_a_file(run: Run, tmp_path: Path) -> None:
     run("chat", "eve", "-m", "Remember this.", "--max-tokens", "4")
+    (tmp_path / "eve.tar.part").write_text("mine")
     assert run("agents", "export", "eve").startswith("eve.tar: ")
     assert "--force" in run("agents", "export", "eve", status=2)
     assert "state imported" in run("agents", "import", "eve.tar", "--id", "eve2")
@@ -106,7 +109,29 @@ def test_an_agent_goes_through_a_file(run: Run, tmp_path: Path) -> None:
     ]
     assert "no agent 'eve2'" in run("agents", "rm", "eve2", "-y", status=2)
     assert "no agent 'gone'" in run("agents", "export", "gone", status=2)
-    assert [file.name for file in tmp_path.iterdir()] == ["eve.tar"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["eve.tar", "eve.tar.part"]
+    assert (tmp_path / "eve.tar.part").read_text() == "mine"
+
+
+def test_foreign_text_neither_commands_the_terminal_nor_is_markup(run: Run, url: str) -> None:
+    hostile = "[/INST] [bold]b[/bold] \x1b[2J\x9b2J\x07"
+    settings = {"system": hostile, "labels": {"note": hostile}}
+    httpx.post(f"{url}/v1/agents", json={"id": "mallory", **settings}).raise_for_status()
+    printed = [
+        run("chat", "mallory", "-m", hostile, "--max-tokens", "4"),
+        run("chat", "mallory", "--max-tokens", "4", given=f"{hostile}\n/log\n/explain\n/quit\n"),
+        run("agents", "show", "mallory"),
+        run("agents", "log", "mallory"),
+        run("agents", "log", "mallory", "--graph"),
+        run("agents", "show", "mallory", "--json"),
+        run("chat", "mallory", "-m", hostile, "--json", "--max-tokens", "4"),
+        run("models", "swap", f"no/{hostile}", status=2),
+        run("top", "--once"),
+    ]
+    for text in printed:
+        assert text.replace("\n", "").isprintable(), ascii(text)
+    for text in printed[2:5]:
+        assert "[/INST] [bold]b[/bold] [2J2J" in text.replace("\\x1b", "").replace("\\x9b", "")
 
 
 def test_what_is_asked_before_it_is_deleted(run: Run) -> None:
@@ -114,7 +139,8 @@ def test_what_is_asked_before_it_is_deleted(run: Run) -> None:
     for answer in ("n\n", ""):
         assert "nothing was deleted" in run("agents", "rm", "flo", given=answer, status=2)
     assert asked(run, "agents", "show", "flo")["turns"] == 1
-    assert "flo/x.tar.part: No such file" in run("agents", "export", "flo", "flo/x.tar", status=2)
+    refusal = run("agents", "export", "flo", "flo/x.tar", status=2)
+    assert re.search(r"flo/x\.tar\.\w+: No such file", refusal)
 
 
 def test_models_are_listed_and_swapped(run: Run) -> None:
@@ -159,7 +185,7 @@ JSON_COMMANDS = {
     "models pull": ("mine", "--home", "home"),
     "top": (),
     "bench": ("--tokens", "64", "--rounds", "1"),
-    "doctor": ("--home", "home", "--port", "0"),
+    "doctor": ("--home", "home", "--port", "0", "--native", "off"),
     "cache stats": ("--home", "home"),
     "cache verify": ("--home", "home"),
     "cache gc": ("--home", "home"),
@@ -206,11 +232,13 @@ def leaves(command: Any, *path: str) -> Iterator[str]:
 
 def test_doctor_looks_at_everything(run: Run, url: str, tmp_path: Path) -> None:
     port = url.rpartition(":")[2]
-    found = asked(run, "doctor", "--home", str(tmp_path), "--port", port)
+    found = asked(run, "doctor", "--home", str(tmp_path), "--port", port, "--native", "off")
     by_name = {one["what"]: one for one in found}
     names = {"Python", "torch", "mlx", "processor", "memory", "disk", "port", "model", "clients"}
     assert names <= by_name.keys()
     assert by_name["port"]["found"].endswith(": fake, ready")
+    if (kernels := by_name.get("CPU kernels")) is not None:  # not where mlx runs models
+        assert "several times slower: it is switched off" in kernels["found"]
     assert not [one for one in found if one["level"] == "bad"]
 
 
@@ -218,7 +246,7 @@ def test_doctor_says_what_is_wrong(run: Run, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = str(taken.getsockname()[1])
-        run("doctor", "--home", str(tmp_path), "--port", port, status=1)
+        run("doctor", "--home", str(tmp_path), "--port", port, "--native", "off", status=1)
 
 
 def test_every_client_that_can_be_launched_can_be_installed() -> None:

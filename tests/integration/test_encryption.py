@@ -1,7 +1,10 @@
 """A cache that is encrypted at rest: its files tell nothing of what was said, and it comes back."""
 
 import os
+import shutil
+import sqlite3
 import stat
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +101,51 @@ def test_a_wrong_key_is_refused_and_nothing_is_changed(
     again, cached = ask(home, encryption_key_file=key)
     assert again == reply
     assert cached > 0
+
+
+def killed(home: Path, target: Path, **settings: Any) -> Path:
+    """Leave what a server leaves that is killed: some of its ledger is in the log alone."""
+    given = make_settings(home, durability="sync", **settings)
+    with run_server(given) as running, running.client() as http:
+        assert http.post("/v1/chat/completions", json=CHAT).json()["durable"]
+        assert (home / "cache" / "ledger.db-wal").stat().st_size
+        return shutil.copytree(home, target)
+
+
+def test_a_wrong_key_changes_no_byte_of_what_a_killed_server_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, other = make_key(tmp_path / "key"), make_key(tmp_path / "other")
+    home = killed(tmp_path / "first", tmp_path / "home", encryption_key_file=key)
+    plain = killed(tmp_path / "second", tmp_path / "plain")
+    (plain / "cache" / "ledger.db-shm").unlink()
+    refused: list[tuple[Path, dict[str, Any], str]] = [
+        (home, {"encryption_key_file": other}, "a different key"),
+        (home, {}, "the cache is encrypted"),
+        (plain, {"encryption_key_file": key}, "the cache is not encrypted"),
+    ]
+    for place, settings, words in refused:
+        before = contents(place / "cache")
+        with pytest.raises(CachePersistenceError, match=f"{words}.*Nothing was changed"):
+            bootstrap(make_settings(place, **settings))
+        assert contents(place / "cache") == before
+    before = contents(home / "cache")
+    assert main(["cache", "gc", "--home", str(home)]) == 2
+    assert "Nothing was changed" in capsys.readouterr().err
+    assert contents(home / "cache") == before
+    assert ask(home, encryption_key_file=key)[1] > 0
+    assert ask(plain)[1] > 0
+
+
+def test_a_damaged_part_of_the_index_is_not_taken_for_a_wrong_key(tmp_path: Path) -> None:
+    key = {"encryption_key_file": make_key(tmp_path / "key")}
+    home = tmp_path / "home"
+    ask(home, **key)
+    with closing(sqlite3.connect(home / "cache" / "ledger.db")) as ledger, ledger:
+        ((tokens,), *_) = ledger.execute("SELECT tokens FROM parts").fetchall()
+        bad = tokens[:-1] + bytes([tokens[-1] ^ 1])
+        ledger.execute("UPDATE parts SET tokens = ? WHERE tokens = ?", (bad, tokens))
+    assert ask(home, **key)[1] > 0
 
 
 def test_the_cache_commands_take_the_key(

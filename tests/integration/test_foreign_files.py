@@ -1,8 +1,14 @@
 """Files of agents that strangers wrote: what they may change, and what they may not."""
 
+import contextlib
+import gzip
+import io
 import json
+import socket
+import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +19,9 @@ from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKey
 from semantic.adapters.outbound.blocks.codec import KVCodec
 from semantic.ports.storage import ExportItem, ExportPart
 from tests.agent_files import Edit, changed, with_fields, with_member_fields
-from tests.http_server import make_settings, run_server
+from tests.http_server import RunningServer, give_keys, make_settings, run_server
 from tests.integration.test_direct_api import get, make, say, texts
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
 
@@ -142,3 +149,72 @@ def test_a_field_that_no_client_could_set_is_refused(shared_http: httpx.Client, 
         assert answer.json()["error"]["param"] == "file"
     assert [agent["id"] for agent in get(http, "/v1/agents")["data"]] == ["a"]
     assert json.loads(http.get("/health").content)["problem"] == ""
+
+
+# -- files that cost more than they are worth ------------------------------------------------------
+
+
+def bomb(num_bytes: int) -> bytes:
+    """A file of one block of zeros, compressed to a thousandth."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz", format=tarfile.USTAR_FORMAT) as archive:
+        header = tarfile.TarInfo(f"blocks/{'0' * 64}.full.safetensors")
+        header.size = num_bytes
+        archive.addfile(header, io.BytesIO(bytes(num_bytes)))
+    return out.getvalue()
+
+
+def test_a_file_that_expands_too_much_is_refused(shared_http: httpx.Client) -> None:
+    headers = {"content-encoding": "gzip"}
+    answer = shared_http.post("/v1/agents/import", content=bomb(2**26), headers=headers)
+    assert answer.status_code == 413
+    assert "50 times" in answer.json()["error"]["message"]
+
+
+def test_a_file_that_expands_as_files_do_is_imported(shared_http: httpx.Client) -> None:
+    content = gzip.compress(shared_http.get("/v1/agents/a/export").content)
+    headers = {"content-encoding": "gzip"}
+    query = {"id": "packed"}
+    answer = shared_http.post("/v1/agents/import", params=query, content=content, headers=headers)
+    shared_http.delete("/v1/agents/packed")
+    assert answer.status_code == 201
+
+
+class Upload:
+    """An import whose file never ends."""
+
+    def __init__(self, running: RunningServer, secret: str) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", httpx.URL(running.url).port or 0))
+        self._socket.sendall(
+            b"POST /v1/agents/import HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9999\r\n"
+            + f"x-api-key: {secret}\r\n\r\n".encode()
+            + b"begin"
+        )
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def test_imports_at_once_are_limited_by_tenant_and_overall(tmp_path: Path) -> None:
+    secrets = give_keys(tmp_path, "a", "b", "c")
+    with run_server(make_settings(tmp_path)) as running, contextlib.ExitStack() as stack:
+
+        def import_as(tenant: str) -> int:
+            headers = {"x-api-key": secrets[tenant]}
+            with running.client(headers=headers) as http:
+                return take_in(http, b"not an agent").status_code
+
+        def is_at_limit(tenant: str) -> bool:
+            return import_as(tenant) == 429
+
+        uploads = []
+        for tenant in ("a", "b"):
+            assert import_as(tenant) == 400
+            for _ in range(2):
+                uploads.append(upload := Upload(running, secrets[tenant]))
+                stack.callback(upload.close)
+            await_that(partial(is_at_limit, tenant))
+            assert import_as("c") == (400 if tenant == "a" else 503)
+        for upload in uploads:
+            upload.close()
+        await_that(lambda: {import_as(tenant) for tenant in secrets} == {400})

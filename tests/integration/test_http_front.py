@@ -123,7 +123,7 @@ def test_other_pages_can_be_permitted(tmp_path: Path, origins: str) -> None:
 
 
 def test_a_page_may_use_the_server_it_came_from(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path, allow_remote=True)
+    settings = make_settings(tmp_path, allowed_hosts="box")
     with run_server(settings) as running, running.client() as http:
         for origin, status in (("http://box:8000", 200), ("http://box:8001", 403)):
             headers = {"origin": origin, "host": "box:8000"}
@@ -240,18 +240,35 @@ def test_local_hosts_are_answered(http: httpx.Client, host: str) -> None:
 def test_other_hosts_are_refused(http: httpx.Client, host: str) -> None:
     answer = http.get("/v1/models", headers={"host": host})
     assert answer.status_code == 400
-    assert "--allow-remote" in answer.json()["error"]["message"]
+    assert "allowed_hosts" in answer.json()["error"]["message"]
     assert answer.headers["x-request-id"].startswith("req_")
 
 
-def test_any_host_is_answered_where_remote_clients_are_allowed(tmp_path: Path) -> None:
-    with (
-        run_server(make_settings(tmp_path, allow_remote=True)) as running,
-        running.client() as http,
-    ):
-        for host in ("evil.example", "[::1", "a b"):
-            answer = http.get("/v1/nothing", headers={"host": host})
-            assert answer.status_code == 404
+PATHS = ("/", "/v1/agents", "/admin/models", "/v1/cache", "/metrics", "/health", "/openapi.json")
+
+
+def test_a_local_address_answers_local_and_allowed_names_alone(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path, allow_remote=True, allowed_hosts="Chat.example,[::2]")
+    with run_server(settings) as running, running.client() as http:
+        for path in PATHS:
+            for host in ("evil.example", "chat.example.evil.example", "", "[::1", "a b"):
+                answer = http.get(path, headers={"host": host})
+                assert answer.status_code == 400, (path, host)
+            for host in ("localhost:1", "chat.example", "CHAT.example:443", "[::2]:80"):
+                assert http.get(path, headers={"host": host}).status_code == 200, (path, host)
+
+
+def test_any_name_is_accepted_where_other_machines_need_a_key(tmp_path: Path) -> None:
+    key = "a key of twenty characters"
+    remote = {"host": "0.0.0.0", "allow_remote": True, "api_key": key}  # noqa: S104
+    for allowed, status in (("", 404), ("chat.example", 400)):
+        settings = make_settings(
+            tmp_path / allowed, **remote, **({"allowed_hosts": allowed} if allowed else {})
+        )
+        with run_server(settings) as running, running.client() as http:
+            for host in ("evil.example", "[::1", "a b"):
+                headers = {"host": host, "x-api-key": key}
+                assert http.get("/v1/nothing", headers=headers).status_code == status
 
 
 def test_unknown_paths_and_methods_answer_in_shape(http: httpx.Client) -> None:

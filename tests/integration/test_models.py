@@ -226,25 +226,49 @@ def test_a_directory_or_a_name_in_the_models_directory(tmp_path: Path) -> None:
     assert source(tmp_path).resolve("mine", quiet) == named
 
 
+@pytest.mark.usefixtures("without_starter")
 @pytest.mark.parametrize("written", [None, {"eos_token_id": 2}])
 def test_a_starter_model_that_was_imported_before_gets_its_authors_defaults(
     tmp_path: Path, written: dict[str, object] | None
 ) -> None:
     directory = make_model(tmp_path / "models/starter")
+    (directory / ".imported").write_text("1 0\n")
     path = directory / "generation_config.json"
     if written:
         path.write_text(json.dumps(written))
     assert source(tmp_path).resolve("starter", quiet) == directory
     advised = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
     assert json.loads(path.read_text()) == {**(written or {}), **advised}
+    assert {path.name for path in directory.iterdir()} == {
+        *FILES,
+        ".imported",
+        "generation_config.json",
+    }
 
 
+@pytest.mark.usefixtures("without_starter")
 @pytest.mark.parametrize("content", ['{"temperature": 1.0}', "{"])
 def test_what_someone_wrote_for_the_starter_model_stays(tmp_path: Path, content: str) -> None:
-    path = make_model(tmp_path / "models/starter") / "generation_config.json"
+    directory = make_model(tmp_path / "models/starter")
+    (directory / ".imported").write_text("1 0\n")
+    path = directory / "generation_config.json"
     path.write_text(content)
     source(tmp_path).resolve("starter", quiet)
     assert path.read_text() == content
+
+
+@pytest.mark.usefixtures("without_starter")
+def test_a_directory_with_the_starters_name_but_no_mark_is_used_only_without_the_starter(
+    tmp_path: Path,
+) -> None:
+    theirs = make_model(tmp_path / "models/starter")
+    before = {path.name: path.read_bytes() for path in theirs.iterdir()}
+    assert source(tmp_path).resolve("starter", quiet) == theirs
+    Tiny().write(tmp_path / "models" / STARTER_FILE)
+    imported = source(tmp_path).resolve("starter", quiet)
+    assert imported == tmp_path / "models/starter-imported"
+    assert json.loads((imported / "generation_config.json").read_text())["temperature"] == 0.2
+    assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
 
 
 @pytest.mark.usefixtures("offline")
@@ -293,3 +317,21 @@ def test_a_gguf_file_is_imported_once(tmp_path: Path) -> None:
     assert (first / "model.safetensors").stat().st_mtime_ns == before
     Tiny().write(tmp_path / "models/other.gguf")  # named as in the list of models
     assert models.resolve("other.gguf", quiet) == tmp_path / "models/other"
+
+
+@pytest.mark.parametrize("is_like_an_import", [True, False])
+def test_a_gguf_file_is_imported_beside_a_model_of_that_name(
+    tmp_path: Path, is_like_an_import: bool
+) -> None:
+    gguf, models = Tiny().write(tmp_path / "mine.gguf"), source(tmp_path)
+    theirs = make_model(tmp_path / "models/mine")
+    (theirs / ("tokenizer_config.json" if is_like_an_import else "README.md")).write_text("{}")
+    before = {path.name: path.read_bytes() for path in theirs.iterdir()}
+    imported = models.resolve(str(gguf), quiet)
+    assert imported == tmp_path / "models/mine-imported"
+    assert models.resolve(str(gguf), quiet) == imported
+    assert models.resolve("mine", quiet) == theirs
+    assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
+    (imported / ".imported").unlink()
+    with pytest.raises(InvalidRequestError, match=r"Move or rename .*mine-imported"):
+        models.resolve(str(gguf), quiet)

@@ -1,5 +1,6 @@
 """Chat Completions and Completions by the official client, every answer checked by it."""
 
+import contextlib
 import json
 import re
 from typing import Any
@@ -195,6 +196,33 @@ def test_a_tool_loop_goes_on_from_what_was_computed(
         messages.append({"role": "tool", "tool_call_id": call.id, "content": "22 degrees"})
     assert cached[0] < cached[1] < cached[2]
     assert agents_of(running)["loop"] == 3
+
+
+@pytest.mark.parametrize("limit", [{"max_tokens": n} for n in range(1, 90, 8)] + [{"stop": "ys"}])
+def test_a_call_that_was_cut_off_is_no_call_and_is_recognised_when_it_comes_back(
+    client: openai.OpenAI, limit: Any
+) -> None:
+    session: Any = {"extra_body": {"session_id": f"cut-{limit}"}}
+    whole = chat(client, **CALLING, **limit, **session)
+    choice = whole.choices[0]
+    calls = choice.message.tool_calls or []
+    if choice.finish_reason == "tool_calls":
+        assert [set(json.loads(call.function.arguments)) for call in calls] == [{"days"}]
+        return
+    assert choice.finish_reason == ("length" if "max_tokens" in limit else "stop")
+    assert not choice.message.content
+    for call in calls:
+        with contextlib.suppress(ValueError):  # what ends the call may be all that is missing
+            assert set(json.loads(call.function.arguments)) == {"days"}
+    chunks = list(chat(client, **CALLING, **limit, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert all(delta.content is None for delta in deltas)
+    pieces = [call.function.arguments for d in deltas for call in d.tool_calls or []]
+    assert "".join(pieces) == "".join(call.function.arguments for call in calls)
+    assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+    again = [*HELLO, json.loads(choice.message.to_json()), *HELLO]
+    used = chat(client, again, **CALLING, **session).usage
+    assert used.prompt_tokens_details.cached_tokens >= whole.usage.total_tokens - 4
 
 
 def test_a_schema_is_parsed(client: openai.OpenAI) -> None:

@@ -324,3 +324,60 @@ def test_a_stream_that_is_not_read_is_cut_and_holds_little() -> None:
     server.should_exit = True
     thread.join(10)
     assert num_sent < 2**25
+
+
+HUGE = 10**18
+SAID = CHAT["messages"]
+HUGE_FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"messages": SAID, "max_tokens": HUGE}, "max_tokens"),
+    (
+        "/v1/chat/completions",
+        {"messages": SAID, "max_completion_tokens": HUGE},
+        "max_completion_tokens",
+    ),
+    ("/v1/chat/completions", {"messages": SAID, "n": HUGE}, "n"),
+    ("/v1/chat/completions", {"messages": SAID, "top_k": HUGE}, "top_k"),
+    (
+        "/v1/chat/completions",
+        {"messages": SAID, "logprobs": True, "top_logprobs": HUGE},
+        "top_logprobs",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": SAID, "logit_bias": {str(token): 1 for token in range(2000)}},
+        "logit_bias",
+    ),
+    ("/v1/chat/completions", {"messages": SAID, "stop": ["x"] * 2000}, "stop"),
+    ("/v1/completions", {"prompt": "hi", "max_tokens": HUGE}, "max_tokens"),
+    ("/v1/completions", {"prompt": "hi", "best_of": HUGE}, "best_of"),
+    ("/v1/completions", {"prompt": "hi", "logprobs": HUGE}, "logprobs"),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": HUGE}, "max_output_tokens"),
+    ("/v1/messages", {"messages": SAID, "max_tokens": HUGE}, "max_tokens"),
+    (
+        "/v1/messages",
+        {
+            "messages": SAID,
+            "max_tokens": 4,
+            "thinking": {"type": "enabled", "budget_tokens": HUGE},
+        },
+        "budget_tokens",
+    ),
+    ("/v1/agents/huge/generate", {"message": "hi", "max_tokens": HUGE}, "max_tokens"),
+    ("/v1/agents/huge/fork", {"n": HUGE}, "n"),
+]
+
+
+@pytest.mark.parametrize("path, fields, param", HUGE_FIELDS)
+def test_a_number_beyond_all_use_is_refused_by_name(
+    target: Target, path: str, fields: dict[str, Any], param: str
+) -> None:
+    target.http.post("/v1/agents", json={"id": "huge"})
+    body = fields if "agents" in path else {"model": "fake", **fields}
+    answer = target.http.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    assert param in json.dumps(answer.json()["error"])
+
+
+def test_a_reply_that_is_longer_than_the_context_is_cut_to_what_fits(target: Target) -> None:
+    body = {**CHAT, "temperature": 0, "max_tokens": 2**31, "stop": ["a", "e", "o", "t"]}
+    assert target.http.post("/v1/chat/completions", json=body).status_code == 200

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from semantic.adapters.outbound.backends.torch import cpu
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
-from semantic.adapters.outbound.backends.torch.grouped import has_kleidi, load_grouped
+from semantic.adapters.outbound.backends.torch.grouped import load_grouped
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.sampling import SamplingParams
 from semantic.ports.backend import Chunk, Draw, ModelBackendPort
 from tests.contract.conftest import make_mlx, require_mlx
 from tests.contract.driver import begin, finish, sampled, step
 from tests.contract.models import TinyModel, spec_of
-from tests.number_formats import HAS_BFLOAT16, needs_bfloat16
+from tests.number_formats import needs_bfloat16
 
 pytestmark = pytest.mark.integration
 
@@ -122,16 +124,22 @@ def test_logits_are_the_librarys_within_its_rounding(
 
 @needs_bfloat16
 def test_log_probabilities_are_closer_to_float32_than_the_librarys(
-    backend: TorchBackend, tokenizer: HFTokenizer, library: Any, starter_model_dir: Path
+    tokenizer: HFTokenizer, starter_model_dir: Path
 ) -> None:
-    exact = load_grouped(starter_model_dir, torch.float32, "sdpa", is_kept=False).eval()
+    """Both in bfloat16, whichever format this CPU would choose by itself."""
+    backend = make_backend(starter_model_dir, TorchOptions(dtype="bfloat16", weights="full"))
+    exact, rounding = (
+        load_grouped(starter_model_dir, dtype, "sdpa", is_kept=False).eval()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
     ours, librarys = [], []
     for question in QUESTIONS:
         tokens = prompt_of(tokenizer, question)
-        expected, rounded = (library_logprobs(model, tokens) for model in (exact, library))
+        expected, rounded = (library_logprobs(model, tokens) for model in (exact, rounding))
         for last, token, logprob in top_logprobs(backend, tokens):
             ours.append(abs(logprob - float(expected[last, token])))
             librarys.append(abs(float(rounded[last, token] - expected[last, token])))
+    backend.shutdown()
     assert mean(ours) < 0.8 * mean(librarys)
 
 
@@ -139,18 +147,14 @@ def test_log_probabilities_are_closer_to_float32_than_the_librarys(
 
 
 @pytest.fixture(scope="module")
-def quantised(starter_model_dir: Path) -> Iterator[TorchBackend]:
-    made = make_backend(starter_model_dir, TorchOptions())
+def quantised(native: NativeBuild, starter_model_dir: Path) -> Iterator[TorchBackend]:
+    if native.library() is None and not cpu.has_fast_bfloat16():
+        pytest.skip(f"no kernels for quantised weights: {native.reason}")
+    made = make_backend(starter_model_dir, TorchOptions(native=native))
     yield made
     made.shutdown()
 
 
-needs_kernels = pytest.mark.skipif(
-    not (has_kleidi() or HAS_BFLOAT16), reason="this CPU has no kernels for quantised weights"
-)
-
-
-@needs_kernels
 def test_a_quantised_file_runs_quantised_unless_asked_otherwise(
     quantised: TorchBackend, backend: TorchBackend
 ) -> None:
@@ -162,7 +166,6 @@ def test_a_quantised_file_runs_quantised_unless_asked_otherwise(
     assert backend.traits.kv_abi in ("torch.v1.float32", "torch.v1.bfloat16")
 
 
-@needs_kernels
 @pytest.mark.parametrize("question", RECORDED)
 def test_quantised_weights_answer_as_full_ones(
     quantised: TorchBackend, tokenizer: HFTokenizer, question: str
@@ -170,7 +173,6 @@ def test_quantised_weights_answer_as_full_ones(
     assert greedy_text(quantised, tokenizer, prompt_of(tokenizer, question)) == RECORDED[question]
 
 
-@needs_kernels
 def test_quantised_weights_give_nearly_the_probabilities_of_full_ones(
     quantised: TorchBackend, tokenizer: HFTokenizer, library: Any
 ) -> None:

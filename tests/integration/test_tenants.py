@@ -4,12 +4,13 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from semantic.adapters.config.keys import RateEntry, TenantEntry, edit_key_file
+from semantic.adapters.config.keys import KeyFile, RateEntry, TenantEntry, edit_key_file
 from semantic.domain.agents import Principal
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.bootstrap import bootstrap
@@ -293,16 +294,31 @@ def test_a_new_key_finds_what_the_old_one_left(tmp_path: Path) -> None:
         old.close()
 
 
+def test_a_lost_key_file_never_opens_a_server(tmp_path: Path) -> None:
+    with open_house(tmp_path) as house:
+        (tmp_path / "keys.json").unlink()
+        with pytest.raises(InvalidRequestError, match="is missing"):
+            house.running.server.access.reload()
+        assert house.nobody.get("/v1/agents").status_code == 401
+        assert house.a.get("/v1/agents").status_code == 200
+    with pytest.raises(InvalidRequestError, match="semantic keys add"):
+        bootstrap(make_settings(tmp_path))
+    secret = give_keys(tmp_path, "a")["a"]
+    with run_server(make_settings(tmp_path)) as running, running.client() as http:
+        assert http.get("/v1/agents").status_code == 401
+        assert http.get("/v1/agents", headers={"x-api-key": secret}).status_code == 200
+
+
 def test_details_of_a_problem_are_for_the_admin(tmp_path: Path) -> None:
     with open_house(tmp_path) as house:
         memory: Any = house.running.server.memory
         memory._loss = "the turns of agent secret-plans are lost"
-        told, known = (
-            http.get("/health").json()["problem"] for http in (house.nobody, house.admin)
-        )
-    assert told
-    assert "secret-plans" not in told
-    assert "secret-plans" in known
+        memory._formats = SimpleNamespace(summary=lambda _: "7 MB of it cannot be used.")
+        told, known = (http.get("/health").json() for http in (house.nobody, house.admin))
+    assert told["problem"]
+    assert "secret-plans" not in told["problem"]
+    assert "secret-plans" in known["problem"]
+    assert (told["note"], known["note"]) == ("", "7 MB of it cannot be used.")
 
 
 # -- limits ---------------------------------------------------------------------------------------
@@ -346,7 +362,7 @@ def test_beyond_a_rate_the_answer_says_when_to_come_back(
             assert answer.status_code == 429, path
             assert int(answer.headers["retry-after"]) >= 1
             assert answer.json()["error"]["type"] == "rate_limit_error"
-            assert "a minute" in answer.json()["error"]["message"]
+            assert "/minute exceeded" in answer.json()["error"]["message"]
             told = [answer.headers[name.format(kind)] for name in HEADERS]
             limit = "1" if kind == "requests" else "20"
             assert (told[0], told[1], told[3], told[4]) == (limit, "0", limit, "0")
@@ -383,6 +399,48 @@ def test_one_reply_at_a_time(tmp_path: Path) -> None:
         assert refused.headers["retry-after"] == "1"
         assert house.b.post("/v1/messages", json=SHORT).status_code == 200
         running_reply.release()
+        assert house.a.post("/v1/messages", json=SHORT).status_code == 200
+
+
+def test_the_disk_quota_counts_agents_and_turns(tmp_path: Path) -> None:
+    with open_house(tmp_path, TenantEntry(disk_quota_mb=3)) as house:
+        statuses = [
+            house.a.post("/v1/agents", json={"id": f"a{n}", "system": "x" * 2**20}).status_code
+            for n in range(5)
+        ]
+        assert statuses == [201, 201, 429, 429, 429]
+        again = house.a.post("/v1/agents", json={"id": "a0", "system": "x" * 2**20})
+        assert again.status_code == 200
+        exported = house.a.get("/v1/agents/a0/export").content
+        assert house.a.post("/v1/agents/import?id=b", content=exported).status_code == 429
+        forks = house.a.post("/v1/agents/a0/fork", json={"n": 1})
+        change = house.a.patch("/v1/agents/a0", json={"system": "x" * 2**21})
+        assert (forks.status_code, change.status_code) == (429, 429)
+        paths = house.a.get("/openapi.json").json()["paths"]
+        for path, method in (("", "post"), ("/{agent_id}", "patch"), ("/{agent_id}/fork", "post")):
+            assert "429" in paths[f"/v1/agents{path}"][method]["responses"]
+        assert house.a.post("/v1/messages", json=CHAT).status_code == 200
+
+        def shrink(file: KeyFile) -> KeyFile:
+            limits = {**file.tenants, "a": TenantEntry(disk_quota_mb=1)}
+            return file.model_copy(update={"tenants": limits})
+
+        edit_key_file(tmp_path / "keys.json", shrink)
+        house.running.server.access.reload()
+        asked: list[tuple[str, dict[str, Any]]] = [
+            ("/v1/chat/completions", SHORT),
+            ("/v1/messages", SHORT),
+            ("/v1/responses", {"model": "fake", "input": "hi"}),
+            ("/v1/agents/a0/generate", {"message": "hi"}),
+        ]
+        for path, body in asked:
+            answer = house.a.post(path, json=body)
+            assert answer.status_code == 429, path
+            assert "disk_quota_mb" in answer.json()["error"]["message"]
+            assert answer.headers["x-should-retry"] == "false"
+            assert house.b.post(path.replace("a0", "none"), json=body).status_code in (200, 404)
+        for name in ("a0", "a1"):
+            assert house.a.delete(f"/v1/agents/{name}").status_code < 300
         assert house.a.post("/v1/messages", json=SHORT).status_code == 200
 
 

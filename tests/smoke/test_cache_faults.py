@@ -39,6 +39,7 @@ def test_everything_a_server_writes_is_its_owners_alone(tmp_path: Path) -> None:
     previous = os.umask(0)
     try:
         (home / "logs").mkdir(parents=True)  # as an earlier version left them
+        (home / "native").mkdir()
         (home / "logs" / "server.log").write_text("earlier\n")
         with serve(home, tmp_path / "log", "--backend", "fake", "--durability", "sync") as server:
             with server.client() as http:

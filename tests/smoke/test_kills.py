@@ -1,4 +1,4 @@
-"""Servers that are killed in a swap, or whose model loses one of its processes."""
+"""Servers that are killed after a change, in a swap, or whose model loses one of its processes."""
 
 import os
 import signal
@@ -7,7 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.smoke.server_process import ServerProcess, serve
+from tests.chaos.changes import KINDS, Changer
+from tests.chaos.kills import opened
+from tests.smoke.server_process import ServerProcess, serve, serve_forked
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.smoke
@@ -16,7 +18,8 @@ TALK = [{"role": "user", "content": "Tell me of the rivers. " * 60}]
 
 
 def _ranks(server: ServerProcess) -> list[int]:
-    return [child.pid for child in psutil.Process(server.process.pid).children()]
+    children = psutil.Process(server.process.pid).children()
+    return [child.pid for child in children if "semantic.entrypoints.shards" in child.cmdline()]
 
 
 def test_a_killed_rank_ends_in_an_error_a_restart_and_the_same_text(
@@ -71,3 +74,15 @@ def test_agents_of_a_server_that_was_killed_in_a_swap_go_on(tmp_path: Path) -> N
     assert after["model"] == before["model"] == "fake"
     assert after["choices"][0]["message"] == before["choices"][0]["message"]
     assert after["usage"]["prompt_tokens_details"]["cached_tokens"] > 256
+
+
+def test_every_change_that_was_answered_is_there_after_a_kill(tmp_path: Path) -> None:
+    changer, home = Changer("changed", "fake", seed=0), tmp_path / "home"
+    for kind in KINDS:
+        options = ("--backend", "fake", "--durability", "sync")
+        with serve_forked(home, tmp_path / "log", *options) as server, server.client() as http:
+            changer.change(kind, http)
+            server.process.send_signal(signal.SIGKILL)
+            server.process.wait(60)
+        with opened(home / "cache") as ledger:
+            assert changer.check(ledger, is_synced=True) == [], kind

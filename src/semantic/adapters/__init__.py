@@ -1,7 +1,7 @@
-"""Everything that knows a framework, a file format or a protocol.
+"""All code that depends on a framework, a file format or a protocol.
 
-`inbound/` turns HTTP requests into calls of the core and its events into replies; `outbound/`
-computes, stores and measures on the core's behalf; `config/` reads settings and keys and sets up
-logging. The three do not import each other; `validation.py`, which says in plain words what
-pydantic finds wrong, is for all of them.
+`inbound/` translates HTTP requests into calls of the core, and the core's events into replies.
+`outbound/` implements the core's ports: model backends, storage and telemetry. `config/` reads
+settings and keys and sets up logging. The three do not import each other. All of them may use
+`validation.py`, which rewords pydantic's validation errors.
 """

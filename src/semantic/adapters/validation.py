@@ -1,6 +1,6 @@
-"""What pydantic finds wrong with a value, as people read it: in a request, a setting or a key file.
+"""Readable messages for pydantic's validation errors in requests, settings and key files.
 
-Inbound adapters and `config` share it; it knows neither.
+Inbound adapters and `config` share this module; it depends on neither.
 """
 
 import re
@@ -15,27 +15,30 @@ _REASONS = {
 
 
 def plain_reason(problem: ErrorDetails) -> str:
-    """What is wrong with a value, in plain words."""
+    """Reword a validation error as a short phrase, such as `it must be greater than 0`."""
     reason = _REASONS.get(problem["type"], problem["msg"]).removeprefix("Value error, ")
     reason = re.sub(", unable to (parse string|interpret input).*", "", reason)
     return re.sub("^(Input|String|List|Dictionary) should", "it must", reason)
 
 
 def most_telling(problems: Sequence[ErrorDetails]) -> ErrorDetails:
-    """Of the first wrong field's problems the deepest: its union member is the one meant."""
+    """Return the deepest problem of the first invalid field.
+
+    A union reports problems of every member; the deepest belongs to the member that fits best.
+    """
     field = problems[0]["loc"][:2]
     return max((p for p in problems if p["loc"][:2] == field), key=lambda p: len(p["loc"]))
 
 
 def field_path(location: tuple[int | str, ...]) -> str | None:
-    """Write a place in a body as a client would.
+    """Format a location in a request body as a path.
 
     Example:
         >>> field_path(("messages", 0, "role"))
         'messages[0].role'
     """
     if location[-1:] == ("[key]",):
-        location = location[:-2]  # a wrong key is its object's fault
+        location = location[:-2]  # for an invalid key, name the object that contains it
     path = ""
     for part in location:
         if isinstance(part, int):
@@ -46,5 +49,4 @@ def field_path(location: tuple[int | str, ...]) -> str | None:
 
 
 def _is_variant(part: str) -> bool:
-    """Whether a part names a member of a union rather than a field."""
     return part in {"str", "int", "float", "bool", "list", "dict"} or part.startswith("function-")

@@ -1,10 +1,10 @@
-"""What the server does: it moves token ids, names, counts and bytes between the ports.
+"""The use cases of the server; they reach models, storage and protocols through ports.
 
-A request: `requests/` receives it, waits in `models/` for its model, has `prompt/` turn the
-conversation into tokens, and submits them to `engine/`, the loop that owns the device. Text comes
-back through `parsing/`, and the turn is logged in `agents/`.
+A request: `requests/` receives it and waits until `models/` has loaded its model. `prompt/` turns
+the conversation into tokens, and `engine/`, the loop that owns the device, computes the reply.
+`parsing/` splits the reply's text into thinking, text and tool calls, and `agents/` logs the turn.
 
-A block of KV cache: `engine/` seals it, `cache/` keeps it in memory and on disk, finds it again
-for the next prompt and evicts it (`cache/eviction.py`). Agents are names for chains of blocks, as
-branches are for commits: `agents/`.
+A block of KV cache: `engine/` seals it; `cache/` stores it in memory and on disk, finds it for the
+next prompt, and evicts it (`cache/eviction.py`). An agent is a name for a chain of blocks, as a
+branch is a name for a chain of commits: `agents/`.
 """

@@ -1,8 +1,9 @@
-"""Who may ask, and how much: keys, the tenants they belong to, and their limits.
+"""API keys, the tenants they belong to, and their limits.
 
-A key is a secret of 32 random bytes. Only its SHA-256 is kept: what is drawn at random cannot be
-guessed from it, so a slow hash would cost time at every request and add nothing. Several keys may
-belong to one tenant; agents and blocks belong to the tenant, so a key can be replaced freely.
+A key is a secret of 32 random bytes, of which only the SHA-256 digest is stored. A random secret
+cannot be guessed from its digest, so a slow hash would add time to every request and no security.
+Several keys may belong to one tenant. Agents and blocks belong to the tenant, so a key can be
+replaced freely.
 """
 
 import hashlib
@@ -20,12 +21,12 @@ MIN_SECRET_CHARS = 20
 
 
 def new_secret() -> str:
-    """Draw the secret of a new key."""
+    """Generate the secret of a new key."""
     return _PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
 
 
 def secret_digest(secret: str) -> str:
-    """What is kept of a secret.
+    """Return the digest under which a secret is stored.
 
     Example:
         >>> secret_digest("abc")[:15]
@@ -36,10 +37,10 @@ def secret_digest(secret: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What may be asked for in a minute; None is unlimited.
+    """Limits per minute; None means unlimited.
 
     Attributes:
-        tokens: Of prompts and replies; those that were reused do not count.
+        tokens: Prompt and reply tokens; prompt tokens reused from the KV cache do not count.
     """
 
     requests: int | None = None
@@ -52,11 +53,11 @@ LIMIT_KINDS: tuple[LimitKind, ...] = ("requests", "tokens")
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What is left of a limit.
+    """The remainder of a limit.
 
     Attributes:
-        limit: In a minute.
-        reset_s: In how many seconds all of it is there again.
+        limit: Per minute.
+        reset_s: Seconds until the whole limit is available again.
     """
 
     kind: LimitKind
@@ -67,15 +68,15 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class TenantPolicy:
-    """What a tenant may take up; None is unlimited.
+    """Limits of a tenant; None means unlimited.
 
     Attributes:
         weight: Its share of the device, relative to other tenants.
-        disk_bytes: Of the KV cache on disk, for each model.
-        max_concurrent: Replies that are made at once.
+        disk_bytes: Limit for agents and turns, and separately for the KV cache of each model.
+        max_concurrent: Replies generated at the same time.
         max_connections: Open connections.
-        key_rate: For each key that has none of its own.
-        agent_rate: For each agent.
+        key_rate: Rate of each key without a rate of its own.
+        agent_rate: Rate of each agent.
     """
 
     weight: float = 1.0
@@ -88,14 +89,14 @@ class TenantPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key that was given out.
+    """An issued key.
 
     Attributes:
-        id: Its public name; tells nothing of the secret.
+        id: Its public name; reveals nothing about the secret.
         digest: See `secret_digest`.
-        is_admin: Whether it opens what concerns all tenants.
-        is_revoked: It opens nothing any more.
-        rate: In place of its tenant's `key_rate`.
+        is_admin: Whether it grants access to operations that affect all tenants.
+        is_revoked: Whether it no longer grants access.
+        rate: Replaces its tenant's `key_rate`.
     """
 
     id: str
@@ -111,7 +112,7 @@ class KeyRing:
     """All keys and limits of a server.
 
     Attributes:
-        rate: Of all requests together.
+        rate: Limit of all requests together.
     """
 
     keys: tuple[ApiKey, ...] = ()
@@ -120,11 +121,11 @@ class KeyRing:
 
     @property
     def is_guarded(self) -> bool:
-        """Whether a key is needed: one was given out, even if it was revoked since."""
+        """Whether requests need a key: true once a key was issued, even if it was revoked since."""
         return bool(self.keys)
 
     def find(self, secret: str) -> ApiKey | None:
-        """Find the key of a secret; takes as long whether it is there or not."""
+        """Find the key with a secret, in time that does not depend on the result."""
         digest = secret_digest(secret)
         found = None
         for key in self.keys:
@@ -133,10 +134,10 @@ class KeyRing:
         return found
 
     def policy(self, tenant: str) -> TenantPolicy:
-        """What a tenant may take up."""
+        """Return the limits of a tenant."""
         return self.tenants.get(tenant) or TenantPolicy()
 
     def key_rate(self, principal: Principal) -> Rate:
-        """What may be asked with a principal's key."""
+        """Return the rate of a principal's key."""
         own = next((key.rate for key in self.keys if key.id == principal.key_id), None)
         return own or self.policy(principal.tenant).key_rate

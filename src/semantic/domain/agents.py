@@ -1,8 +1,8 @@
-"""Agents: named pointers at turns, and turns: the log of what was said.
+"""Agents, which are named pointers to turns, and turns, which are the log of conversations.
 
-An agent is to its turns what a branch is to commits: turns know the turn before them, an agent
-knows its latest. All values are immutable; an operation returns the agent that follows. No tensor
-is touched by any of them.
+An agent relates to its turns as a git branch relates to commits: each turn refers to the turn
+before it, and an agent refers to its latest turn. All values are immutable; operations return a new
+agent and touch no tensors.
 """
 
 import enum
@@ -19,7 +19,7 @@ from semantic.domain.sampling import FinishReason
 
 LOCAL_TENANT = "local"
 _ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
-# What an agent's settings may be, whoever sets them: a client, or a file that is imported.
+# Limits of an agent's settings, whether set by a client or by an imported file.
 MAX_COUNT = 2**62
 MAX_LABELS, MAX_LABEL_CHARS = 64, 256
 MAX_TOOLS = 1024
@@ -31,12 +31,12 @@ TOOL_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 def check_agent_id(
     text: str, param: str, noun: str = "an agent id", *, is_new: bool = True
 ) -> None:
-    """Refuse what cannot name an agent, or a tenant.
+    """Check that a text is valid as the id of an agent or a tenant.
 
     Raises:
-        InvalidRequestError: it cannot; names `param`.
+        InvalidRequestError: it is not valid; the error names `param`.
     """
-    # No URL can name `.` and `..`: clients take them for directories, and ask for something else.
+    # `.` and `..` do not work in URLs: clients resolve them as directories.
     is_hidden = is_new and not text.strip(".")
     if is_hidden or not _ID_PATTERN.fullmatch(text):
         raise InvalidRequestError(
@@ -46,21 +46,21 @@ def check_agent_id(
 
 
 def _check_weight(weight: float) -> None:
-    # Written so that NaN fails too.
+    # `not weight > 0` also rejects NaN.
     if not weight > 0:
         raise InvalidRequestError(f"weight must be positive, got {weight}.", param="weight")
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """On whose behalf a request runs.
+    """The tenant and key on whose behalf a request runs.
 
     Attributes:
-        tenant: Owner of agents and blocks; everyone is `local` while no keys are configured.
-        salt: Mixed into block names, so tenants cannot probe each other's cache.
+        tenant: Owner of agents and blocks; always `local` while no keys are configured.
+        salt: Mixed into block names, so that tenants cannot probe each other's cache.
         weight: Share of the device relative to other principals.
-        key_id: The key it came with; empty while no keys are configured.
-        is_admin: Whether it may see and do what concerns all tenants.
+        key_id: The key of the request; empty while no keys are configured.
+        is_admin: Whether it may view and change what affects all tenants.
     """
 
     tenant: str = LOCAL_TENANT
@@ -74,7 +74,7 @@ class Principal:
 
 
 class Tier(enum.Enum):
-    """Where an agent's KV cache is."""
+    """Location of an agent's KV cache."""
 
     HOT = "hot"  # in memory
     WARM = "warm"  # on disk
@@ -83,7 +83,7 @@ class Tier(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A place in a chain: `num_tokens` tokens from `root`, ending inside or at `block`."""
+    """A position in a chain: `num_tokens` tokens after `root`, inside or at the end of `block`."""
 
     root: BlockName
     block: BlockName
@@ -92,10 +92,10 @@ class Pointer:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one agent may keep; None is unlimited.
+    """Storage limits of one agent; None means unlimited.
 
     Attributes:
-        max_bytes: Of the conversation's KV cache, in the precision it is computed in.
+        max_bytes: Size of the conversation's KV cache, in the precision of computation.
     """
 
     max_bytes: int | None = None
@@ -103,7 +103,7 @@ class Quota:
 
 
 class Overflow(enum.Enum):
-    """What happens when a conversation outgrows the context, or its agent's quota of bytes."""
+    """What happens when a conversation exceeds the context, or its agent's quota of bytes."""
 
     ERROR = "error"  # the request is refused
     DROP_OLDEST = "drop_oldest"  # the oldest messages are left out, the system prompt stays
@@ -111,11 +111,11 @@ class Overflow(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AgentProfile:
-    """What an agent brings to every turn of its own.
+    """Settings that an agent adds to each of its turns.
 
     Attributes:
-        system: Comes before the conversation; None leaves the one that is in it.
-        model: The model that answers; None takes the one that is served.
+        system: System prompt, before the conversation; None keeps the conversation's own.
+        model: The model that replies; None means the served model.
     """
 
     system: str | None = None
@@ -129,10 +129,10 @@ class Reuse:
     """Where the prompt tokens of a turn came from.
 
     Attributes:
-        hot: From a working copy that was still open, or another sequence that was running.
+        hot: From the agent's sequence that was still open, or from another running sequence.
         pool: From sealed blocks in memory.
         disk: From sealed blocks that were read for this turn.
-        computed: Computed.
+        computed: Computed in this turn.
     """
 
     hot: int = 0
@@ -152,7 +152,7 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a prompt left the conversation its agent had: at token `index` of turn `turn_id`'s."""
+    """Where a prompt differs from its agent's conversation: at token `index` of turn `turn_id`."""
 
     turn_id: str
     index: int
@@ -160,24 +160,26 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One exchange. Messages and token ids are the truth; the KV cache is a cache of them.
+    """One exchange. Messages and token ids are authoritative; the KV cache is derived from them.
 
-    Messages and tokens are what the turn added. Where it could not simply go on, because the
-    client said other things or the oldest messages were dropped, they are all there are.
+    Messages and tokens are those that the turn added. If the turn does not continue the one before
+    it, because the client sent a different history or the oldest messages were dropped, they are
+    those of the whole conversation.
 
     Attributes:
         parent: The turn before, if any.
-        agent_id: Whose turn it was first; forks share it.
-        messages: What was said in this turn, question and reply.
-        tokens: The ids this turn added to the conversation, as computed.
-        num_tokens: Tokens of the whole conversation after it.
-        num_messages: Messages that it and the turns before it hold.
-        digest: Of the conversation's tokens, see `conversation_digest`.
-        pointer: Where its KV cache ends; None while nothing is sealed.
+        agent_id: The agent that created it; forks of the agent share the turn.
+        messages: The messages of this turn, question and reply.
+        tokens: The token ids that this turn added to the conversation, as computed.
+        num_tokens: Tokens of the whole conversation after this turn.
+        num_messages: Messages of the whole conversation after this turn.
+        digest: Digest of the conversation's tokens, see `conversation_digest`.
+        pointer: Where its KV cache ends; None while no block is sealed.
         is_durable: Whether the turn and its KV cache are on disk.
-        num_dropped: Messages that were left out in this turn to make room.
-        divergence: Where its prompt left the agent's latest conversation; None if it went on.
-        model: Which model replied; empty if that was not logged, as by older servers.
+        num_dropped: Messages that were dropped in this turn to make room.
+        divergence: Where its prompt differs from the agent's latest conversation; None if it
+            continues that conversation.
+        model: The model that replied; empty in turns of older servers, which did not log it.
         reason: Why its reply ended; None if that was not logged.
     """
 
@@ -201,22 +203,22 @@ class Turn:
 
     @property
     def holds_all_messages(self) -> bool:
-        """Whether the conversation's messages begin with this turn."""
+        """Whether this turn holds all messages of the conversation."""
         return len(self.messages) >= self.num_messages
 
     @property
     def starts_anew(self) -> bool:
-        """Whether it leaves the messages of the turns before it behind."""
+        """Whether the conversation no longer includes the messages of earlier turns."""
         return self.parent is not None and self.holds_all_messages
 
     @property
     def holds_all_tokens(self) -> bool:
-        """Whether the conversation's tokens begin with this turn."""
+        """Whether this turn holds all tokens of the conversation."""
         return len(self.tokens) >= self.num_tokens
 
 
 def conversation_digest(tokens: Sequence[int]) -> str:
-    """Tell conversations apart by their tokens."""
+    """Return a digest that identifies a conversation by its tokens."""
     return hashlib.sha256(pack_tokens(tokens)).hexdigest()
 
 
@@ -227,8 +229,8 @@ class Agent:
     Attributes:
         head: The latest turn's id; None before the first.
         num_turns: Turns from the first to the head.
-        ttl_s: It is forgotten when it was not used for so long; None keeps it.
-        is_anonymous: Nobody named it.
+        ttl_s: Seconds without use after which the agent is deleted; None keeps it.
+        is_anonymous: Whether the server chose its id, because no client named an agent or session.
 
     Example:
         >>> agent = Agent("coder", created_at=0.0).advance("t1", at=1.0)
@@ -257,9 +259,10 @@ class Agent:
 
     @property
     def is_listed(self) -> bool:
-        """Whether lists show it.
+        """Whether lists of agents include it.
 
-        Clients ask many things once, such as for a title: what nobody named must come back first.
+        Clients send many one-off requests, e.g. for a title, so an anonymous agent is listed only
+        from its second turn on or when it is pinned.
         """
         return not self.is_anonymous or self.is_pinned or self.num_turns > 1
 
@@ -268,23 +271,23 @@ class Agent:
         return replace(self, head=turn_id, num_turns=self.num_turns + 1, last_used=at)
 
     def rewind(self, turn_id: str | None, num_turns: int, *, at: float) -> "Agent":
-        """Return the agent as it was after an earlier turn; None goes back before the first."""
+        """Return the agent as it was after an earlier turn; None means before the first turn."""
         return replace(self, head=turn_id, num_turns=num_turns, last_used=at)
 
     def fork(self, new_id: str, *, at: float) -> "Agent":
-        """Return another agent with the same past; pins are not inherited."""
+        """Return a new agent with the same history; the fork is not pinned."""
         return replace(self.with_id(new_id), is_pinned=False, created_at=at, last_used=at)
 
     def with_id(self, new_id: str) -> "Agent":
-        """Return the agent under a name that somebody chose.
+        """Return the agent under a name chosen by a client.
 
-        If nobody had named it before, its time was not chosen either: it no longer expires.
+        An anonymous agent loses its default time to live, which no client chose.
         """
         ttl_s = None if self.is_anonymous else self.ttl_s
         return replace(self, id=new_id, is_anonymous=False, ttl_s=ttl_s)
 
     def is_expired(self, now: float) -> bool:
-        """Whether it outlived its time unused; pinned agents do not."""
+        """Whether it was unused for longer than its time to live; pinned agents never expire."""
         if self.ttl_s is None or self.is_pinned:
             return False
         return now - max(self.last_used, self.created_at) >= self.ttl_s

@@ -1,8 +1,8 @@
-"""Blocks of KV cache, named by what they were computed from.
+"""Blocks of KV cache, named by the inputs they were computed from.
 
-A block is immutable: its name is a hash of everything its content depends on, so equal names
-mean equal content and sharing needs no bookkeeping. This module knows token ids, names and byte
-counts; it does not know tensors, files or agents. The memory budget is in `pool.py`.
+A block is immutable. Its name is a hash of everything its content depends on, so equal names mean
+equal content, and sharing needs no bookkeeping. This module handles token ids, names and byte
+counts, but no tensors, files or agents. The memory budget is in `pool.py`.
 """
 
 import hashlib
@@ -28,18 +28,18 @@ class BlockName(bytes):
 
     @property
     def short(self) -> str:
-        """The first twelve hex digits, for people and logs."""
+        """The first twelve hex digits, for logs and messages."""
         return self.hex()[:12]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockNamespace:
-    """What all blocks of one model, one resting format and one tenant have in common.
+    """What all blocks of one model, one storage format and one tenant have in common.
 
     Attributes:
         fingerprint: Identifies the model's weights, tokenizer and the backend's layout.
-        kv_format: How payloads rest, e.g. ``bf16`` or ``q8g64``.
-        tenant_salt: Keeps tenants from finding each other's blocks.
+        kv_format: Storage format of payloads, e.g. ``bf16`` or ``q8g64``.
+        tenant_salt: Prevents tenants from finding each other's blocks.
     """
 
     fingerprint: str
@@ -47,21 +47,59 @@ class BlockNamespace:
     tenant_salt: bytes = b""
 
     def root(self) -> BlockName:
-        """Name the empty chain; every first block has it as parent."""
+        """Return the name of the empty chain, which is the parent of every first block."""
         digest = hashlib.sha256(_ROOT_TAG)
         for field in (self.fingerprint.encode(), self.kv_format.encode(), self.tenant_salt):
-            # Lengths keep ("ab", "c") and ("a", "bc") apart.
+            # Length prefixes distinguish ("ab", "c") from ("a", "bc").
             digest.update(struct.pack("<Q", len(field)) + field)
         return BlockName(digest.digest())
 
 
+@dataclass(frozen=True, slots=True)
+class BlockOrigin:
+    """The model and format that computed the blocks of one root, as recorded in their files.
+
+    Attributes:
+        fingerprint: The model's fingerprint.
+        abi: The backend's layout and dtype, see `Traits.kv_abi`.
+        kv_format: Storage format of payloads.
+        num_files: Number of files of this root.
+    """
+
+    root: BlockName
+    fingerprint: str
+    abi: str
+    kv_format: str
+    num_files: int = 0
+
+
+def describe_change(stored: tuple[str, str], served: tuple[str, str]) -> str:
+    """Explain why stored KV cache is unusable; both arguments are (ABI, storage format).
+
+    Example:
+        >>> describe_change(("torch.v1.float32", "raw"), ("torch.v1.bfloat16", "raw"))
+        'KV cache was written in float32; the model now runs in bfloat16.'
+        >>> describe_change(("torch.v1.float32", "raw"), ("mlx.v1.bfloat16", "raw"))
+        'KV cache was written in torch.v1.float32; the model now runs in mlx.v1.bfloat16.'
+        >>> describe_change(("torch.v1.float32", "raw"), ("torch.v1.float32", "q8g64"))
+        'KV cache was stored as raw; kv_bits now asks for q8g64.'
+    """
+    old, new = stored[0], served[0]
+    if old == new:
+        return f"KV cache was stored as {stored[1]}; kv_bits now asks for {served[1]}."
+    olds, news = old.split("."), new.split(".")
+    if len(olds) == len(news) > 2 and (*olds[:2], *olds[3:]) == (*news[:2], *news[3:]):
+        old, new = olds[2], news[2]  # only the dtype differs
+    return f"KV cache was written in {old}; the model now runs in {new}."
+
+
 def block_name(parent: BlockName, tokens: Sequence[int]) -> BlockName:
-    """Name the block that follows `parent` and holds `tokens`.
+    """Return the name of the block that follows `parent` and holds `tokens`.
 
     Raises:
         ValueError: `tokens` is empty, an id is not in ``[0, 2**32)``, or `parent` is not a digest.
     """
-    # Of any other length, the end of a parent and the first token could not be told apart.
+    # With a variable length, the end of a parent could be confused with the first token.
     if len(parent) != _NAME_BYTES:
         raise ValueError(f"a name has {_NAME_BYTES} bytes, got {len(parent)}")
     if not tokens:
@@ -70,12 +108,12 @@ def block_name(parent: BlockName, tokens: Sequence[int]) -> BlockName:
 
 
 def packed_block_name(parent: BlockName, packed: bytes) -> BlockName:
-    """Name the block that follows `parent` and holds the ids packed by `pack_tokens`."""
+    """Return the name of the block that follows `parent` and holds ids packed by `pack_tokens`."""
     return BlockName(hashlib.sha256(_BLOCK_TAG + parent + packed).digest())
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Write ids as four bytes each, little-endian.
+    """Pack token ids as four bytes each, little-endian.
 
     Raises:
         ValueError: an id is not in ``[0, 2**32)``.
@@ -96,12 +134,12 @@ def unpack_tokens(packed: bytes) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """One kind of layers' state of one block, as it rests on disk.
+    """The state of one kind of layer in one block, as stored on disk.
 
     Attributes:
-        root: Where the block's chain begins.
+        root: Root of the block's chain.
         start: Position of the block's first token.
-        tokens: The block's ids, packed: four bytes each, little-endian.
+        tokens: The block's token ids, packed: four bytes each, little-endian.
         nbytes: Size of the file.
         last_used: Seconds since the epoch.
     """
@@ -117,12 +155,12 @@ class BlockPart:
 
     @property
     def key(self) -> "PartKey":
-        """What tells it from every other part."""
+        """Unique key of the part."""
         return (self.name, self.kind)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the block."""
+        """Number of tokens in the block."""
         return len(self.tokens) // TOKEN_BYTES
 
 
@@ -130,7 +168,7 @@ PartKey: TypeAlias = tuple[BlockName, LayerKind]
 
 
 def block_end(start: int, block_tokens: int, boundaries: Sequence[int] = ()) -> int:
-    """Where a block that begins at `start` ends: when it is full, or at a boundary.
+    """Return the end of a block that begins at `start`: where it is full, or the next boundary.
 
     Example:
         >>> [block_end(start, 4, boundaries=[5]) for start in (0, 4, 5)]
@@ -140,7 +178,7 @@ def block_end(start: int, block_tokens: int, boundaries: Sequence[int] = ()) -> 
 
 
 def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
-    """Length of the longest common prefix.
+    """Return the length of the longest common prefix.
 
     Example:
         >>> common_prefix([1, 2, 3], [1, 2, 4, 5])
@@ -149,13 +187,13 @@ def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
         2
     """
     stride, start, end = 512, 0, min(len(left), len(right))
-    # Slices are compared in C; where they differ, shorter ones are.
+    # Comparing slices runs in C; where slices differ, halve their length.
     while stride > 1 and start < end:
         if left[start : start + stride] == right[start : start + stride]:
             start += stride
         else:
             stride //= 2
-    # One by one at last: a list and a tuple of the same are not equal.
+    # Finally one by one, because a list slice never equals a tuple slice.
     while start < end and left[start] == right[start]:
         start += 1
     return min(start, end)

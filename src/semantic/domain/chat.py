@@ -1,7 +1,7 @@
-"""A conversation as every protocol means it.
+"""Conversations and requests, independent of any protocol.
 
-Protocol adapters translate their own schema into a `ChatRequest` and the `events` of the reply into
-their own stream; nothing here follows one vendor's field names.
+Protocol adapters translate their own schema into a `ChatRequest`, and the `events` of the reply
+into their own stream; field names here follow no particular vendor.
 """
 
 import enum
@@ -19,19 +19,20 @@ MAX_JSON_DEPTH = 128
 
 
 def require_whole_characters(text: str, *, param: str) -> None:
-    """JSON can spell half a surrogate pair; UTF-8, and so every tokenizer, cannot.
+    """Refuse unpaired surrogates, which JSON can express but UTF-8 and tokenizers cannot.
 
     Raises:
-        InvalidRequestError: the text holds one; names `param`.
+        InvalidRequestError: the text contains one; the error names `param`.
     """
     if not _is_whole(text):
         raise InvalidRequestError("the text holds half a surrogate pair.", param=param)
 
 
 def json_fault(value: JsonValue) -> str:
-    """Say why a value is not plain JSON that every parser takes; empty if it is.
+    """Explain why a value is not JSON that every parser accepts; empty if it is.
 
-    Python's own takes NaN, infinity, half a surrogate pair, and nests as deep as its stack.
+    Python's parser also accepts NaN, infinity, unpaired surrogates and nesting up to its stack
+    limit.
     """
     level = [value]
     for _ in range(MAX_JSON_DEPTH + 1):
@@ -66,7 +67,7 @@ def _is_whole(text: str) -> bool:
 
 
 class Role(enum.Enum):
-    """Who speaks. `SYSTEM` may stand anywhere in a conversation."""
+    """The author of a message. `SYSTEM` may occur anywhere in a conversation."""
 
     SYSTEM = "system"
     USER = "user"
@@ -83,7 +84,7 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """An image; refused until a loaded model can see."""
+    """An image; refused while no loaded model accepts images."""
 
     media_type: str
     data: str
@@ -91,12 +92,12 @@ class ImagePart:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingPart:
-    """What a model thought before it answered.
+    """Thinking that a model wrote before its answer.
 
     Attributes:
         text: The thinking; empty if `is_redacted`.
-        signature: The handle we issued with it, returned by the client byte for byte.
-        is_redacted: The client holds only the signature.
+        signature: The handle that the server issued with it; clients return it unchanged.
+        is_redacted: Whether the client holds only the signature.
     """
 
     text: str
@@ -106,23 +107,51 @@ class ThinkingPart:
 
 @dataclass(frozen=True, slots=True)
 class ToolUsePart:
-    """A call the model made; `arguments` is the parsed JSON object."""
+    """A tool call that the model made.
+
+    Attributes:
+        arguments: The parsed JSON object; see `cut`.
+        is_cut: Whether the reply ended inside the arguments; such a call must not be executed.
+    """
 
     id: str
     name: str
     arguments: JsonObject
+    is_cut: bool = False
+
+    @classmethod
+    def cut(cls, call_id: str, name: str, written: str) -> "ToolUsePart":
+        """Make a call that was cut off, from the part of its arguments that was written.
+
+        The text is kept as `unparsed_arguments`. A copy of the call that a client sends back is
+        converted in the same way, so both are equal.
+        """
+        return cls(call_id, name, unparsed_arguments(written), is_cut=True)
+
+    @property
+    def written(self) -> str:
+        """The written part of the arguments of a call that was cut off."""
+        return str(self.arguments.get(_UNPARSED, ""))
+
+
+_UNPARSED = "arguments"
+
+
+def unparsed_arguments(text: str) -> JsonObject:
+    """Wrap arguments that are not a JSON object, so that the model is shown their text."""
+    return {_UNPARSED: text} if text else {}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolReferencePart:
-    """Makes a deferred tool known at this place of the conversation."""
+    """Makes a deferred tool known to the model at this point of the conversation."""
 
     tool_name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResultPart:
-    """What a call returned."""
+    """The result of a tool call."""
 
     tool_use_id: str
     content: "tuple[TextPart | ImagePart | ToolReferencePart, ...]"
@@ -134,10 +163,10 @@ Part: TypeAlias = TextPart | ImagePart | ThinkingPart | ToolUsePart | ToolResult
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One speaker's contribution.
+    """One message of a conversation.
 
     Attributes:
-        is_instruction: It holds for one request; later ones leave it out.
+        is_instruction: Whether it applies to one request only; later requests omit it.
     """
 
     role: Role
@@ -146,7 +175,7 @@ class Message:
 
     @classmethod
     def of(cls, role: Role, text: str) -> "Message":
-        """Make a message of plain text."""
+        """Make a message from plain text."""
         return cls(role, (TextPart(text),))
 
     @property
@@ -156,7 +185,7 @@ class Message:
 
 
 def is_continuable(messages: Sequence[Message]) -> bool:
-    """Whether a conversation ends with text of the assistant's that a reply can go on with."""
+    """Whether a conversation ends with assistant text that a reply can continue."""
     *before, last = messages or (Message(Role.USER, ()),)
     is_text = all(isinstance(part, TextPart) for part in last.parts)
     return bool(before) and last.role is Role.ASSISTANT and is_text
@@ -164,12 +193,12 @@ def is_continuable(messages: Sequence[Message]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """A function the model may call.
+    """A function that the model may call.
 
     Attributes:
         parameters: JSON schema of the arguments.
-        is_strict: Arguments must follow the schema.
-        is_deferred: Not shown to the model until a `ToolReferencePart` names it.
+        is_strict: Whether arguments must follow the schema.
+        is_deferred: Whether the model sees it only after a `ToolReferencePart` names it.
     """
 
     name: str
@@ -199,10 +228,10 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class JsonFormat:
-    """The reply must be JSON; with a schema, JSON of that shape.
+    """The reply must be JSON and, if a schema is given, follow that schema.
 
     Attributes:
-        is_strict: Parts of the schema that cannot be enforced are refused rather than ignored.
+        is_strict: Refuse parts of the schema that cannot be enforced, instead of ignoring them.
     """
 
     schema: JsonObject | None = None
@@ -228,7 +257,7 @@ OutputFormat: TypeAlias = JsonFormat | RegexFormat | ChoiceFormat
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """Whether the model thinks before it answers, and for how many tokens at most."""
+    """Whether the model thinks before it answers, and the maximum number of thinking tokens."""
 
     is_enabled: bool
     budget: int | None = None
@@ -236,14 +265,14 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """How a request of an agent that keeps its own conversation goes on from its latest turn.
+    """How a request continues an agent's latest turn, where the server keeps the conversation.
 
     Attributes:
-        turn_id: That turn; None before the first.
-        is_edited: The messages before the new ones are not those the turn led to.
-        num_dropped: Messages left out to make room.
-        min_room: Tokens that must be left for the reply, or the request is refused.
-        epoch: Of the lease of the agent; None where it needs none.
+        turn_id: The latest turn; None before the first.
+        is_edited: Whether the messages before the new ones differ from those of that turn.
+        num_dropped: Messages dropped to make room.
+        min_room: Tokens that must be left for the reply; otherwise the request is refused.
+        epoch: Epoch of the lease on the agent; None where no lease is needed.
     """
 
     turn_id: str | None
@@ -255,14 +284,14 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class AgentHint:
-    """What a request says about who is asking.
+    """What a request says about the agent it belongs to.
 
     Attributes:
-        agent_id: Named explicitly; decides.
-        session: A session named explicitly; decides too.
-        client_key: A client's own session or cache key; its agents share it.
-        previous_turn: The turn it goes on from; its agent, or a fork of it, is meant.
-        continuation: Given where the server keeps the conversation; such requests of one agent run
+        agent_id: Agent named explicitly; takes precedence.
+        session: Session named explicitly; takes precedence if there is no `agent_id`.
+        client_key: A client's session or cache key, which several of its agents may share.
+        previous_turn: The turn that the request continues, as its agent or as a fork of it.
+        continuation: Set where the server keeps the conversation; such requests of one agent run
             one after another.
     """
 
@@ -274,7 +303,7 @@ class AgentHint:
 
 
 class ServiceClass(enum.Enum):
-    """Interactive work goes before background work, which still ages into its turn."""
+    """Interactive requests run before background requests, whose priority rises as they wait."""
 
     INTERACTIVE = "interactive"
     BACKGROUND = "background"
@@ -282,21 +311,21 @@ class ServiceClass(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RawPrompt:
-    """What the model is to go on from as it stands: text, in which special tokens count, or ids."""
+    """A prompt used without a template: token ids, or text that may contain special tokens."""
 
     content: str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """Everything a client may ask for in one turn.
+    """All parameters of one turn.
 
     Attributes:
-        model: Its name or an alias; empty takes the one that is served.
-        raw_prompt: Given instead of messages; no template is applied.
-        is_stored: Whether what is said may be kept; the KV cache is in any case.
-        is_continued: The last message is the assistant's, and the reply goes on with it.
-        prediction: What the client expects much of the reply to be.
+        model: The model's name or an alias; empty means the served model.
+        raw_prompt: Replaces messages; no template is applied.
+        is_stored: Whether the messages may be stored; the KV cache is stored in any case.
+        is_continued: Whether the last message is the assistant's and the reply continues it.
+        prediction: Text that the client expects in large parts of the reply.
     """
 
     model: str
@@ -326,19 +355,19 @@ class ChatRequest:
 
     @property
     def without_beginning(self) -> "ChatRequest":
-        """The same without the beginning of its reply."""
+        """The request without the assistant message that its reply continues."""
         if not self.is_continued:
             return self
         return replace(self, messages=self.messages[:-1], is_continued=False)
 
     @property
     def beginning(self) -> str:
-        """The text that the reply goes on with."""
+        """The text that the reply continues; empty if there is none."""
         return self.messages[-1].text if self.is_continued else ""
 
     @property
     def known_tools(self) -> tuple[ToolSpec, ...]:
-        """The tools the model was told of: deferred ones only where something references them."""
+        """The tools that the model knows: deferred ones only if a tool result references them."""
         if not any(tool.is_deferred for tool in self.tools):
             return self.tools
         results = (

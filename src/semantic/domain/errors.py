@@ -1,26 +1,26 @@
-"""Every way a request can be refused or fail, as one tree.
+"""All errors of the server, as one tree.
 
     SemanticError
       InvalidRequestError          400  a field is missing, wrong or unsupported
         ContextLengthError         400  the prompt does not fit the model's context
-        ConflictError              409  what is there now contradicts it
-      AuthenticationError          401  no key, or one that this server does not know
+        ConflictError              409  the request conflicts with the current state
+      AuthenticationError          401  no key, or a key that this server does not know
       AgentNotFoundError           404
       ModelNotFoundError           404
-      RateLimitedError             429  too much in a minute or at once: try again, see below
-      QuotaExceededError           429  trying again does not help
+      RateLimitedError             429  a rate or concurrency limit is reached: retry, see below
+      QuotaExceededError           429  retrying does not help
         StateQuotaError            429  the conversation takes more bytes than its agent may keep
-      PoolExhaustedError           429  } try again after `retry_after_s`
+      PoolExhaustedError           429  } retry after `retry_after_s`
       OverloadedError              529  } (503 to OpenAI clients)
       ModelSwapError               503  the model is loading, or could not be loaded
       DrainingError                503  the server is shutting down
       GenerationTimeoutError       504
-      CachePersistenceError             the reply still goes out; the turn is not durable
-      CacheCorruptionError              a miss; never shown to a client
+      CachePersistenceError        503  a change is not on disk; replies still go out, not durable
+      CacheCorruptionError              a cache miss; never shown to a client
       BackendError                 500  the device failed this request
-        DeviceLostError                 all its sequences are gone; clients see a ModelSwapError
+        DeviceLostError                 all its sequences are lost; clients see a ModelSwapError
 
-Which HTTP status and body a protocol makes of an error is the adapters' business.
+The protocol adapters choose the HTTP status and body of an error.
 """
 
 import re
@@ -28,11 +28,11 @@ from typing import Literal
 
 
 class SemanticError(Exception):
-    """Base of all errors this project raises on purpose.
+    """Base of all errors that this project raises deliberately.
 
     Attributes:
-        message: One sentence for the person who sent the request.
-        retry_after_s: When trying again may help, after how many seconds.
+        message: One sentence for the sender of the request.
+        retry_after_s: Seconds after which a retry may succeed, where known.
     """
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
@@ -42,7 +42,7 @@ class SemanticError(Exception):
 
     @property
     def kind(self) -> str:
-        """What such errors are counted by.
+        """The label under which metrics count this error.
 
         >>> PoolExhaustedError("memory is full.").kind
         'pool_exhausted'
@@ -51,11 +51,16 @@ class SemanticError(Exception):
         return "_".join(words).lower()
 
 
+def internal_error() -> SemanticError:
+    """Return the error that a client receives when the server has a bug."""
+    return SemanticError("an internal error ended this reply; see the server's log.")
+
+
 class InvalidRequestError(SemanticError):
-    """The request is wrong; sending it again unchanged cannot help.
+    """The request is invalid; sending it again unchanged cannot succeed.
 
     Attributes:
-        param: The offending field as the client spelled it, e.g. ``messages[0].role``.
+        param: The invalid field as the client spelled it, e.g. ``messages[0].role``.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -64,11 +69,11 @@ class InvalidRequestError(SemanticError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt is longer than can be computed with a reply after it.
+    """The prompt leaves no room for a reply.
 
     Attributes:
         num_prompt: Tokens in the rendered prompt.
-        limit: How many tokens fit: the model's context, or less if memory is short.
+        limit: Tokens that fit: the model's context, or less if memory is short.
     """
 
     def __init__(
@@ -84,27 +89,27 @@ class ContextLengthError(InvalidRequestError):
 
 
 class ConflictError(InvalidRequestError):
-    """The request contradicts what is there now, such as a name that is taken."""
+    """The request conflicts with the current state, e.g. a name is already taken."""
 
 
 class AuthenticationError(SemanticError):
-    """No key, or one this server does not know."""
+    """No key, or a key that this server does not know."""
 
 
 class AgentNotFoundError(SemanticError):
-    """No such agent for this tenant."""
+    """The tenant has no such agent."""
 
 
 class ModelNotFoundError(SemanticError):
-    """No such model, here or where models come from."""
+    """The model is neither on this machine nor at the source of models."""
 
 
 class RateLimitedError(SemanticError):
     """Too many requests of one key, tenant or agent, or of all together.
 
     Attributes:
-        allowance: The limit that was reached, if it is one of a minute: `requests` or `tokens`, how
-            many, and in how many seconds all of it is there again.
+        allowance: The limit per minute that was reached, if it is one: its kind, its size, and the
+            seconds until all of it is available again.
     """
 
     def __init__(
@@ -119,7 +124,7 @@ class RateLimitedError(SemanticError):
 
 
 class QuotaExceededError(SemanticError):
-    """A tenant or agent has used what it may use."""
+    """A tenant or agent has reached its quota."""
 
 
 class StateQuotaError(QuotaExceededError):
@@ -127,7 +132,7 @@ class StateQuotaError(QuotaExceededError):
 
     Attributes:
         num_prompt: Tokens in the rendered prompt.
-        limit: How many tokens may be kept.
+        limit: Number of tokens that may be kept.
     """
 
     def __init__(self, message: str, *, num_prompt: int, limit: int) -> None:
@@ -137,7 +142,7 @@ class StateQuotaError(QuotaExceededError):
 
 
 class PoolExhaustedError(SemanticError):
-    """Memory for the KV cache ran out and nothing may be evicted."""
+    """Memory for the KV cache is full and nothing can be evicted."""
 
 
 class OverloadedError(SemanticError):
@@ -149,7 +154,7 @@ class ModelSwapError(SemanticError):
 
 
 class DrainingError(SemanticError):
-    """The server is shutting down and takes no new work."""
+    """The server is shutting down and accepts no new work."""
 
 
 class GenerationTimeoutError(SemanticError):
@@ -157,16 +162,16 @@ class GenerationTimeoutError(SemanticError):
 
 
 class CachePersistenceError(SemanticError):
-    """The KV cache could not be written; the reply is unharmed."""
+    """The ledger or the KV cache cannot be written or read now; replies are not affected."""
 
 
 class CacheCorruptionError(SemanticError):
-    """Stored KV cache failed its check; it counts as a miss."""
+    """Stored KV cache is missing or failed verification; it counts as a cache miss."""
 
 
 class BackendError(SemanticError):
-    """The device failed while it computed this request."""
+    """The device failed while computing this request."""
 
 
 class DeviceLostError(BackendError):
-    """The device is gone with all its sequences: the model has to be loaded again."""
+    """The device failed and lost all its sequences; the model must be loaded again."""

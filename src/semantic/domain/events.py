@@ -1,4 +1,4 @@
-"""What a reply is made of: its events, from `Started` to `Finished` or `Failed`, and its usage."""
+"""Events of a reply, from `Started` to `Finished` or `Failed`, and its token usage."""
 
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -9,16 +9,16 @@ from semantic.domain.sampling import FinishReason, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one turn.
+    """Token counts of one turn.
 
     Attributes:
         prompt_tokens: All tokens of the prompt, reused ones included.
         completion_tokens: Tokens generated, the end token included.
         cache_read_tokens: Prompt tokens whose KV cache was reused.
-        cache_creation_tokens: Prompt tokens computed now and kept for later.
+        cache_creation_tokens: Prompt tokens computed in this turn and kept for later.
         thinking_tokens: Generated tokens that were thinking.
-        accepted_prediction_tokens: Generated tokens that were guessed before they were computed.
-        rejected_prediction_tokens: Guesses that were wrong, and are no part of the reply.
+        accepted_prediction_tokens: Draft tokens that were accepted into the reply.
+        rejected_prediction_tokens: Draft tokens that were rejected.
     """
 
     prompt_tokens: int
@@ -31,17 +31,17 @@ class Usage:
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and reply."""
+        """Tokens of prompt and reply."""
         return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt is rendered and queued; always the first event.
+    """The prompt is rendered and queued; the first event, except for `ModelProgress`.
 
     Attributes:
-        sampling: How tokens will be chosen, the model's own defaults included.
-        fingerprint: Tells apart what may answer the same seed differently.
+        sampling: The sampling parameters in effect, including the model's defaults.
+        fingerprint: Changes when the server may answer the same seed differently.
     """
 
     request_id: str
@@ -53,14 +53,15 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """How much of the prompt is computed; comes while the client waits.
+    """How much of the prompt is computed; sent during prefill.
 
-    The first comes before the first token of every reply: what was found is known by then.
+    The first of these events precedes the first token of every reply and reports the reused
+    tokens.
 
     Attributes:
-        done: Prompt tokens whose state is there.
+        done: Prompt tokens whose KV cache is available.
         total: All tokens of the prompt.
-        reused: Of those done, the ones that were found and not computed.
+        reused: Those of the done tokens that were restored instead of computed.
     """
 
     done: int
@@ -70,14 +71,14 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class ModelProgress:
-    """The model is not there yet: what is being done, for people. Comes before `Started`."""
+    """The model is not ready yet; `detail` describes the progress. Precedes `Started`."""
 
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token's bytes and log-probability, and those of the likeliest in its place."""
+    """A token's bytes and log-probability, and those of the most likely tokens at its position."""
 
     text: bytes
     logprob: float
@@ -86,7 +87,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More text of the answer, with the tokens it completes where asked for."""
+    """More text of the answer, with the tokens it completes if log-probabilities were requested."""
 
     text: str
     logprobs: tuple[ScoredToken, ...] = ()
@@ -101,7 +102,7 @@ class ThinkingDelta:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingEnded:
-    """Thinking is complete; `signature` is its handle."""
+    """The thinking is complete; `signature` is its handle."""
 
     signature: str
 
@@ -125,7 +126,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnded:
-    """The call's arguments are complete."""
+    """The call's arguments are complete; a call that was cut off has no such event."""
 
     index: int
 
@@ -135,8 +136,8 @@ class Finished:
     """The reply is complete; a final event.
 
     Attributes:
-        is_durable: Whether the turn and its KV cache are safe on disk; None where that was
-            not promised. False, too, where the turn could not be logged.
+        is_durable: Whether the turn and its KV cache are on disk; None if the server did not
+            promise that. Also False if the turn could not be logged.
     """
 
     reason: FinishReason

@@ -1,10 +1,10 @@
-"""A model's layers, and how to read them from its ``config.json``.
+"""Reads the layers of a model from its ``config.json``.
 
-A model family is data: a reader for each of its layer types, a rule that gives the types where the
-config does not list them, and the defaults that published configs leave out. Other model types are
-read by the attributes nearly all share, or refused where these would not tell the whole truth.
+A model family is data: a reader for each of its layer types, a rule that yields the types if the
+config does not list them, and the defaults that published configs omit. Other model types are read
+by the attributes that nearly all models share, or refused if these would be misleading.
 
-Knows nothing of bytes, blocks or backends; `semantic.domain.spec` does the arithmetic.
+This module does not deal with bytes, blocks or backends; `semantic.domain.spec` computes sizes.
 """
 
 import enum
@@ -22,7 +22,7 @@ _MAMBA = "mamba"
 
 
 class LayerKind(enum.Enum):
-    """What of a layer's KV cache is needed to continue a sequence."""
+    """Which part of a layer's KV cache is needed to continue a sequence."""
 
     FULL = "full"  # every token's keys and values
     WINDOW = "window"  # those of the last `window` tokens before a boundary
@@ -30,7 +30,7 @@ class LayerKind(enum.Enum):
 
     __hash__ = (
         object.__hash__
-    )  # the library's is written in Python, and keys of blocks are hashed often
+    )  # `Enum.__hash__` is slow, being written in Python, and block keys are hashed often
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class LayerSpec:
         num_kv_heads: FULL and WINDOW.
         key_dim: Per head.
         value_dim: Per head.
-        window: WINDOW: how many tokens before a boundary are needed.
-        state_elements: STATE: numbers kept per sequence, whatever its length.
+        window: WINDOW: number of tokens needed before a boundary.
+        state_elements: STATE: numbers kept per sequence, independent of its length.
 
     Raises:
-        ValueError: A number the kind needs is not positive, or one it does not have is not 0.
+        ValueError: A number that the kind needs is not positive, or another one is not 0.
     """
 
     kind: LayerKind
@@ -71,17 +71,17 @@ class LayerSpec:
                 raise ValueError(f"a {self.kind.value} layer has no {name}, but it is {value}")
 
     def elements(self, num_tokens: int) -> int:
-        """Numbers that are kept of so many tokens."""
+        """Return how many numbers the layer keeps for a sequence of `num_tokens` tokens."""
         num_kept = min(num_tokens, self.window or num_tokens)
         return self.state_elements + num_kept * self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigAttributes:
-    """The language model's part of a ``config.json``, its family's defaults filled in.
+    """The language model's part of a ``config.json``, with its family's defaults.
 
-    Every method raises InvalidRequestError, which names the attribute, where a value is missing
-    or not what it should be. An explicit null beats a default, as it does where models are built.
+    Every method raises InvalidRequestError, which names the attribute, if a value is missing or
+    invalid. An explicit null overrides a default, as it does when models are built.
     """
 
     model_type: str
@@ -89,7 +89,7 @@ class ConfigAttributes:
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
-        """Descend into ``text_config`` wherever a multimodal config nests one."""
+        """Read a config, descending into ``text_config`` if a multimodal config has one."""
         model_type, inner = config.get("model_type"), config.get("text_config")
         if isinstance(inner, Mapping):
             return cls.from_config({**inner, "model_type": inner.get("model_type") or model_type})
@@ -101,11 +101,11 @@ class ConfigAttributes:
         return attributes
 
     def is_set(self, name: str) -> bool:
-        """Whether the attribute is there and not null."""
+        """Whether the attribute is present and not null."""
         return self.values.get(name) is not None
 
     def integer(self, name: str, *, minimum: int = 1) -> int:
-        """The attribute as an integer; there is no default here."""
+        """Return the attribute as an integer; it is required."""
         value = self.values.get(name)
         if value is None:
             raise self.refusal(f"the config lacks {name}")
@@ -114,14 +114,14 @@ class ConfigAttributes:
         return value
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """The attribute as a bool."""
+        """Return the attribute as a bool."""
         value = self.values[name] if self.is_set(name) else default
         if not isinstance(value, bool):
             raise self.refusal(f"{name} must be true or false, not {value!r}")
         return value
 
     def layer_types(self) -> list[str] | None:
-        """The type of each layer, where the config lists them."""
+        """Return the type of each layer; None if the config does not list them."""
         listed = self.values.get("layer_types")
         if listed is None:
             return None
@@ -133,18 +133,18 @@ class ConfigAttributes:
         return [str(entry) for entry in listed]
 
     def refusal(self, reason: str) -> InvalidRequestError:
-        """The error that says why this model cannot be served."""
+        """Return the error that explains why this model cannot be served."""
         return InvalidRequestError(f"model type {self.model_type!r}: {reason}", param="model")
 
 
 def read_layers(attributes: ConfigAttributes) -> tuple[LayerSpec, ...]:
-    """Read a model's layers, first to last; ``layer_types`` beats the family's own rule.
+    """Read a model's layers, first to last; ``layer_types`` overrides the family's rule.
 
-    A layer that keeps two kinds of state side by side is two entries.
+    A layer that keeps two kinds of state yields two entries.
 
     Raises:
-        InvalidRequestError: An attribute is missing or wrong, or it is not known what this model
-            keeps between tokens.
+        InvalidRequestError: An attribute is missing or invalid, or the state that this model keeps
+            between tokens is unknown.
     """
     family = _family(attributes.model_type)
     if family is _FALLBACK:
@@ -263,7 +263,7 @@ def _sliding_by_what_is_set(attributes: ConfigAttributes, index: int) -> str:
     return _SLIDING
 
 
-# How keys begin in models that keep a recurrent state, or keys and values of an unusual shape.
+# Prefixes of config keys in models with a recurrent state or an unusual shape of keys and values.
 _RECURRENT = ("mamba", "ssm_", "rwkv", "recurrent", "hybrid", "state_size", "lru_", "conv_L_cache")
 _LINEAR_LAYERS = ("linear_attn", "linear_attention", "linear_num", "linear_conv", "attn_type_list")
 _BLOCK_LISTS = ("block_types", "layers_block_type")
@@ -274,7 +274,7 @@ _RECURRENT_TYPES = ("mamba", "rwkv", "recurrent", "hybrid", "linear")
 
 
 def _refuse_unlike_others(attributes: ConfigAttributes) -> None:
-    """Refuse what the shared attributes would misread: a wrong guess is a wrong reply."""
+    """Refuse models that the shared attributes would misdescribe: replies would be wrong."""
     if any(word in attributes.model_type for word in _RECURRENT_TYPES):
         raise attributes.refusal("recurrent models of this type are not supported")
     for key in sorted(attributes.values):
@@ -287,7 +287,7 @@ class _Family:
     """How to read the layers of one architecture.
 
     Attributes:
-        parts: What a layer of a type consists of, where it is more than one kind.
+        parts: For layer types that keep several kinds of state, the type of each.
     """
 
     rule: Callable[[ConfigAttributes, int], str]
@@ -298,7 +298,7 @@ class _Family:
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-# Only Gemma 3 needs its whole geometry here: nested configs are saved without the default values.
+# Only Gemma 3 needs its whole geometry here, because its nested configs omit default values.
 _GEMMA3 = _Family(
     _sliding_by_pattern,
     defaults={

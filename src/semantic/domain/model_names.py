@@ -1,4 +1,4 @@
-"""The names under which models may be asked for."""
+"""Names and aliases by which clients request models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from fnmatch import fnmatchcase
 
 from semantic.domain.errors import InvalidRequestError
 
-# Clients made for Anthropic's models ask for them by name, in the background too.
+# Clients made for Anthropic's models request them by name, also for background tasks.
 _ANY = ("claude*", "anthropic/claude*")
-# Short names: what runs as it is published, and what MLX runs in four bits.
+# Short names: the model as published, and its 4-bit version for MLX.
 SHORT_NAMES = {
     "llama-3.2-1b": ("unsloth/Llama-3.2-1B-Instruct", "mlx-community/Llama-3.2-1B-Instruct-4bit"),
     "llama-3.2-3b": ("unsloth/Llama-3.2-3B-Instruct", "mlx-community/Llama-3.2-3B-Instruct-4bit"),
@@ -30,7 +30,7 @@ SHORT_NAMES = {
 
 
 def served_id(source: str) -> str:
-    """The name of a model whose files are found by `source`.
+    """Return the name under which the model at `source` is served.
 
     Example:
         >>> served_id("~/models/qwen.gguf"), served_id("Qwen/Qwen3-4B")
@@ -41,11 +41,11 @@ def served_id(source: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """Aliases. They are patterns as in a shell, upper and lower case alike.
+    """Aliases of models: shell patterns, not case-sensitive.
 
     Attributes:
-        patterns: Stand for whichever model is served.
-        targets: Stand for one model each: pattern and source, the first that matches counts.
+        patterns: Aliases of whichever model is served.
+        targets: Aliases of one model each, as pairs of pattern and source; the first match wins.
     """
 
     patterns: tuple[str, ...] = _ANY
@@ -53,10 +53,10 @@ class ModelNames:
 
     @classmethod
     def of(cls, aliases: Sequence[str], short_names: Mapping[str, str]) -> "ModelNames":
-        """Read the setting `model_aliases`: `pattern`, or `pattern=source`.
+        """Parse the setting `model_aliases`, whose entries are `pattern` or `pattern=source`.
 
         Raises:
-            InvalidRequestError: one has no name, or stands for nothing.
+            InvalidRequestError: an entry has an empty pattern or an empty source.
         """
         patterns, targets = list(_ANY), list[tuple[str, str]]()
         for alias in aliases:
@@ -73,11 +73,11 @@ class ModelNames:
         return cls(tuple(patterns), (*targets, *short_names.items()))
 
     def source(self, name: str) -> str:
-        """What finds the files of the model that a name stands for."""
+        """Return the source of the model that a name refers to; the name itself if unknown."""
         return next((source for known, source in self.targets if _matches(name, known)), name)
 
     def is_any(self, name: str) -> bool:
-        """Whether a name stands for whichever model is served."""
+        """Whether a name refers to whichever model is served."""
         is_pattern = any(_matches(name, pattern) for pattern in self.patterns)
         return not name or (is_pattern and self.source(name) == name)
 

@@ -1,14 +1,14 @@
-"""The memory budget for the KV cache: which parts of blocks are held, and which goes next.
+"""The memory budget for the KV cache: counts the parts of blocks in memory and evicts.
 
 A part is in one of three states:
 
     held    being loaded or written; never evicted
-    idle    cached: nobody holds it; evicted in LRU order when room is needed
-    absent  evicted, or never there
+    idle    cached and not held; evicted in LRU order when room is needed
+    absent  evicted, or never added
 
-Besides parts the budget covers *working bytes*, which the pool only counts: the live state of
-running sequences, and room for what is being read. The pool knows keys and sizes; whoever owns the
-payloads drops those of the parts that an operation reports as evicted.
+The budget also covers *working bytes*, which the pool only counts: the KV cache of running
+sequences, and room for parts that are being read. The pool stores keys and sizes. The owner of the
+payloads must drop those of the parts that an operation reports as evicted.
 """
 
 import enum
@@ -23,7 +23,7 @@ from semantic.domain.spec import ModelCacheSpec
 
 
 class Pressure(enum.IntEnum):
-    """How much of the budget is held, i.e. cannot be had by evicting."""
+    """Percentage of the budget that is held or working, so that eviction cannot free it."""
 
     LOW = 0
     ELEVATED = 80
@@ -33,7 +33,7 @@ class Pressure(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """One consistent reading of the pool, in bytes."""
+    """A consistent snapshot of the pool's counters, in bytes."""
 
     total: int
     held: int
@@ -43,17 +43,17 @@ class PoolUsage:
 
     @property
     def used(self) -> int:
-        """Everything that counts against the budget."""
+        """All bytes that count against the budget."""
         return self.held + self.idle + self.working
 
     @property
     def available(self) -> int:
-        """Free without evicting anything."""
+        """Bytes that are free without eviction."""
         return self.total - self.used
 
     @property
     def pressure(self) -> Pressure:
-        """The highest level that held and working bytes have reached."""
+        """The highest level reached by held and working bytes."""
         if self.total == 0:
             return Pressure.FULL
         percent = 100 * (self.held + self.working) // self.total
@@ -69,8 +69,8 @@ class _Entry:
 class BlockPool:
     """Counts the bytes and holds of parts, within a hard budget.
 
-    Thread-safe: every method takes the one lock. Every mutation is all or nothing: it raises
-    before it changes anything. Methods that may evict return the keys of what was evicted.
+    Thread-safe: every method takes the pool's lock. Every mutation is atomic: a method that raises
+    changes nothing. Methods that may evict return the keys of the evicted parts.
     """
 
     def __init__(self, spec: ModelCacheSpec, budget_bytes: int) -> None:
@@ -80,7 +80,7 @@ class BlockPool:
         self._lock = threading.Lock()
         self._budget = budget_bytes
         self._entries: dict[PartKey, _Entry] = {}
-        # Eviction order: the first goes first.
+        # In eviction order, the next part to evict first.
         self._idle: OrderedDict[PartKey, None] = OrderedDict()
         self._idle_bytes = 0
         self._held_bytes = 0
@@ -89,12 +89,12 @@ class BlockPool:
     # -- parts --------------------------------------------------------------------------------
 
     def put(self, sizes: Mapping[PartKey, int], chain: Sequence[PartKey] = ()) -> list[PartKey]:
-        """Take in parts, which are idle then; those that are there already are only touched.
+        """Add parts as idle; parts that are already present are only marked as used.
 
-        Nothing of `chain`, which they follow, makes room for them; it is marked as used with them.
+        Parts of `chain`, which precede the new ones, are marked as used and not evicted for them.
 
         Raises:
-            PoolExhaustedError: they do not fit even if everything else that is idle goes.
+            PoolExhaustedError: they do not fit even if all other idle parts are evicted.
         """
         used = [*chain, *sizes]
         with self._lock:
@@ -108,10 +108,10 @@ class BlockPool:
             return evicted
 
     def hold(self, key: PartKey) -> None:
-        """Keep a part from being evicted, until it was let go as often as it was held.
+        """Protect a part from eviction until `let_go` was called as often as `hold`.
 
         Raises:
-            ValueError: it is absent.
+            ValueError: the part is absent.
         """
         with self._lock:
             entry = self._entries.get(key)
@@ -127,7 +127,7 @@ class BlockPool:
         """Undo one `hold`.
 
         Raises:
-            ValueError: it is not held.
+            ValueError: the part is not held.
         """
         with self._lock:
             entry = self._entries.get(key)
@@ -140,27 +140,30 @@ class BlockPool:
                 self._held_bytes -= entry.nbytes
 
     def touch(self, keys: Iterable[PartKey]) -> None:
-        """Mark parts as just used, from the chain's end; absent and held ones are ignored."""
+        """Mark the parts of a chain as just used, so that its end is evicted before its beginning.
+
+        Absent and held parts are ignored.
+        """
         with self._lock:
             self._touch(tuple(keys))
 
     def discard(self, keys: Iterable[PartKey]) -> list[PartKey]:
-        """Drop those of the parts that are idle; held ones stay."""
+        """Remove those of the parts that are idle, and return them; held parts stay."""
         with self._lock:
             return self._remove(key for key in dict.fromkeys(keys) if key in self._idle)
 
     def oldest(self, nbytes: int) -> list[PartKey]:
-        """The idle parts that go next, up to `nbytes` of them; all if there are no more."""
+        """Return the next idle parts to evict, at least `nbytes` in total or all there are."""
         with self._lock:
             return self._next_to_go(nbytes)
 
     # -- working bytes ------------------------------------------------------------------------
 
     def reserve(self, nbytes: int) -> list[PartKey]:
-        """Count `nbytes` more of working state, evicting idle parts if need be.
+        """Add `nbytes` to the working bytes, evicting idle parts if necessary.
 
         Raises:
-            PoolExhaustedError: they do not fit even if everything idle goes.
+            PoolExhaustedError: they do not fit even if all idle parts are evicted.
             ValueError: `nbytes` is negative.
         """
         if nbytes < 0:
@@ -171,10 +174,10 @@ class BlockPool:
             return evicted
 
     def release(self, nbytes: int) -> None:
-        """Give back working bytes.
+        """Subtract `nbytes` from the working bytes.
 
         Raises:
-            ValueError: more than is reserved.
+            ValueError: `nbytes` is negative or more than is reserved.
         """
         with self._lock:
             if not 0 <= nbytes <= self._working_bytes:
@@ -182,10 +185,10 @@ class BlockPool:
             self._working_bytes -= nbytes
 
     def resize(self, budget_bytes: int) -> list[PartKey]:
-        """Use another budget, evicting idle parts if need be.
+        """Change the budget, evicting idle parts if necessary.
 
         Raises:
-            PoolExhaustedError: more than that is held or working.
+            PoolExhaustedError: more than the new budget is held or working.
         """
         with self._lock:
             before, self._budget = self._budget, budget_bytes
@@ -198,12 +201,12 @@ class BlockPool:
     # -- readings -----------------------------------------------------------------------------
 
     def keys(self) -> set[PartKey]:
-        """Which parts are there."""
+        """Return the keys of all parts in the pool."""
         with self._lock:
             return set(self._entries)
 
     def usage(self) -> PoolUsage:
-        """Read all counters at one instant."""
+        """Return a consistent snapshot of all counters."""
         with self._lock:
             return PoolUsage(
                 total=self._budget,
@@ -214,7 +217,7 @@ class BlockPool:
             )
 
     def check_integrity(self) -> None:
-        """Recount everything.
+        """Recount all parts and compare with the counters.
 
         Raises:
             AssertionError: a counter or a state is wrong.
@@ -246,7 +249,7 @@ class BlockPool:
                 self._idle.move_to_end(key)
 
     def _make_room(self, nbytes: int, spared: Collection[PartKey] = ()) -> list[PartKey]:
-        """Evict until `nbytes` fit, sparing some; changes nothing if that cannot be."""
+        """Evict idle parts, except `spared`, until `nbytes` fit; raises before any change."""
         excess = self._used() + nbytes - self._budget
         if excess <= 0:
             return []
@@ -260,7 +263,7 @@ class BlockPool:
         return self._remove(self._next_to_go(excess, spared))
 
     def _next_to_go(self, excess: int, spared: Collection[PartKey] = ()) -> list[PartKey]:
-        """Idle parts, oldest first, that make up at least `excess` bytes."""
+        """Return the least recently used idle parts that add up to at least `excess` bytes."""
         victims: list[PartKey] = []
         for key in self._idle:
             if excess <= 0:

@@ -1,7 +1,7 @@
-"""How a model writes thinking and tool calls into its reply: values, chosen once a model.
+"""How a model writes thinking and tool calls into its reply.
 
-Parsers read these formats, grammars enforce them and prompts explain one of them; all take the
-markers from here.
+The format is chosen once per model. Parsers read these formats, grammars enforce them, and prompts
+explain the default one; all take the markers from here.
 """
 
 import enum
@@ -12,9 +12,9 @@ from semantic.domain.chat import OutputFormat, ToolChoice, ToolMode, ToolSpec
 
 
 class ToolFormat(enum.Enum):
-    """The families of notation for a tool call.
+    """Notations of tool calls.
 
-    HERMES: ``<tool_call>{"name": "f", "arguments": {…}}</tool_call>`` (Hermes, Qwen, our default).
+    HERMES: ``<tool_call>{"name": "f", "arguments": {…}}</tool_call>`` (Hermes, Qwen; the default).
     QWEN_XML: ``<tool_call><function=f><parameter=a>1</parameter></function></tool_call>``.
     LLAMA_JSON: ``{"name": "f", "parameters": {…}}`` as the whole reply.
     PYTHONIC: ``[f(a=1), g(b="x")]`` as the whole reply.
@@ -40,7 +40,7 @@ class ToolFormat(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """What stands before and after a thought or a call."""
+    """The text before and after a thought or a call."""
 
     start: str
     end: str
@@ -48,14 +48,14 @@ class Markers:
 
 @dataclass(frozen=True, slots=True)
 class CallMarkers(Markers):
-    """What a notation of calls is made of; any of it may be a special token of a vocabulary.
+    """The markers of a tool call notation; each may be a special token of a vocabulary.
 
     Attributes:
         start: Begins a call or a list of calls.
-        end: Ends it; empty if nothing does.
-        quote: Stands on both sides of a string.
-        arguments: Stands between a call's name, or its id, and its arguments.
-        call_id: Stands between a call's name and its id.
+        end: Ends it; empty if the notation has no end marker.
+        quote: Surrounds a string on both sides.
+        arguments: Separates a call's name, or its id, from its arguments.
+        call_id: Separates a call's name from its id.
     """
 
     end: str = ""
@@ -65,13 +65,13 @@ class CallMarkers(Markers):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The markers that the family has."""
+        """The markers that are not empty."""
         texts = (self.start, self.end, self.quote, self.arguments, self.call_id)
         return tuple(filter(None, texts))
 
 
 class QwenTag(enum.StrEnum):
-    """Tags within the calls of `ToolFormat.QWEN_XML`; a name and ``>`` follow the opening ones."""
+    """Tags in calls of `ToolFormat.QWEN_XML`; opening tags are followed by a name and ``>``."""
 
     FUNCTION = "<function="
     FUNCTION_END = "</function>"
@@ -117,8 +117,8 @@ class ReplyFormat:
     """How one model writes its replies.
 
     Attributes:
-        tools: How it writes tool calls.
-        thinking: What stands around its thinking; None if it has none, or writes channels.
+        tools: Notation of tool calls.
+        thinking: Markers around thinking; None if the model does not think or uses channels.
     """
 
     tools: ToolFormat = ToolFormat.HERMES
@@ -126,11 +126,11 @@ class ReplyFormat:
 
     @property
     def thinking_markers(self) -> Markers | None:
-        """What stands around thinking, in channels too; None if there is none."""
+        """Markers around thinking, also those of channels; None if the model does not think."""
         return _ANALYSIS if self.tools is ToolFormat.HARMONY else self.thinking
 
     def markers(self, *, has_tools: bool) -> tuple[str, ...]:
-        """Texts that must stay visible to the parser even where they are special tokens."""
+        """Return texts that the parser must see even if they are special tokens."""
         if self.tools is ToolFormat.HARMONY:
             return tuple(Harmony)
         thinking = (self.thinking.start, self.thinking.end) if self.thinking else ()
@@ -139,7 +139,7 @@ class ReplyFormat:
     def visible_ids(
         self, special_tokens: Mapping[str, int], *, has_tools: bool
     ) -> Mapping[int, bytes]:
-        """The special tokens whose text the parser needs, with that text."""
+        """Return the special tokens whose text the parser needs, with that text."""
         return {
             special_tokens[marker]: marker.encode()
             for marker in self.markers(has_tools=has_tools)
@@ -147,7 +147,7 @@ class ReplyFormat:
         }
 
     def opening(self, prompt: str) -> str:
-        """What stands between a rendered prompt and an answer without thinking."""
+        """Return the markup between a rendered prompt and an answer without thinking."""
         if self.tools is ToolFormat.HARMONY:
             return "".join(FINAL_HEADER)
         if self.thinking is not None and self.is_opened_by(prompt):
@@ -155,7 +155,7 @@ class ReplyFormat:
         return ""
 
     def is_opened_by(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends inside the thinking it opened."""
+        """Whether a rendered prompt ends with the start marker of thinking."""
         return self.thinking is not None and prompt.rstrip().endswith(self.thinking.start)
 
 
@@ -166,7 +166,7 @@ _THINKING_MARKERS = (
     Markers("<|channel>thought", "<channel|>"),
 )
 
-# The first format all of whose texts occur wins; the most telling come first.
+# The first format all of whose texts occur wins, so the most specific formats come first.
 _TELLTALES: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
     (ToolFormat.FUNCTION_GEMMA, (CALL_MARKERS[ToolFormat.FUNCTION_GEMMA].start,)),
     (ToolFormat.GEMMA_4, (CALL_MARKERS[ToolFormat.GEMMA_4].start,)),
@@ -181,10 +181,10 @@ _TELLTALES: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
 
 
 def detect_reply_format(template: str | None, special_tokens: Collection[str]) -> ReplyFormat:
-    """Choose how to read a model's replies.
+    """Detect a model's reply format from its chat template and special tokens.
 
-    A template that shows no tools gets the compact Hermes notation, which the prompt must then
-    explain.
+    A model whose template does not support tools gets the compact Hermes notation, which the
+    prompt must then explain.
     """
     source = template or ""
 
@@ -204,15 +204,16 @@ def detect_reply_format(template: str | None, special_tokens: Collection[str]) -
 
 @dataclass(frozen=True, slots=True)
 class ReplyShape:
-    """What a reply must look like.
+    """Requirements on a reply.
 
     Attributes:
         format: How the model writes calls and thinking.
-        output: What the text must be; None leaves it free.
-        tools: The tools on offer.
-        is_thinking_open: The prompt ends inside thinking; see `ReplyFormat.is_opened_by`.
-        may_think: Thinking may come first; without it a constrained reply starts with its answer.
-        opening: Markup that the reply is taken to begin with; it stands in the prompt.
+        output: Required format of the text; None means free text.
+        tools: The tools that the request offers.
+        is_thinking_open: Whether the prompt ends inside thinking; see `ReplyFormat.is_opened_by`.
+        may_think: Whether thinking may come first; otherwise a constrained reply starts with its
+            answer.
+        opening: Markup at the end of the prompt that counts as the beginning of the reply.
     """
 
     format: ReplyFormat
@@ -225,7 +226,7 @@ class ReplyShape:
 
     @property
     def allowed_tools(self) -> tuple[ToolSpec, ...]:
-        """The tools that may be called."""
+        """The tools that the reply may call."""
         if self.tool_choice.mode is ToolMode.NONE:
             return ()
         if self.tool_choice.mode is ToolMode.NAMED:
@@ -239,11 +240,11 @@ class ReplyShape:
 
     @property
     def may_repeat_calls(self) -> bool:
-        """Whether several calls may follow each other: a tool that is named is called once."""
+        """Whether the reply may hold several calls; a tool chosen by name is called once."""
         return self.tool_choice.is_parallel and self.tool_choice.mode is not ToolMode.NAMED
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing needs to be enforced."""
+        """Whether no requirement needs to be enforced."""
         has_strict = any(tool.is_strict for tool in self.allowed_tools)
         return self.output is None and not self.must_call and not has_strict

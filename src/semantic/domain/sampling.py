@@ -1,6 +1,6 @@
-"""How the next token is chosen, and when a reply ends.
+"""Parameters that choose the next token, and rules that end a reply.
 
-Nothing here computes with logits; backends do, by these parameters.
+This module does not compute with logits; the backends apply the parameters.
 """
 
 import enum
@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from semantic.domain.errors import InvalidRequestError
 
 MAX_TOP_LOGPROBS = 20
+MAX_REPLY_TOKENS = 2**31  # some clients send it to mean "as many as possible"
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1024
 
 
 class FinishReason(enum.Enum):
-    """Why a reply ended. A failure is not a reason but a `Failed` event."""
+    """Why a reply ended. A failure is reported as a `Failed` event instead."""
 
     END_TURN = "end_turn"
     STOP_SEQUENCE = "stop_sequence"
@@ -27,7 +28,7 @@ class FinishReason(enum.Enum):
 
 
 def _require(value: float, low: float, high: float, param: str) -> None:
-    # Written so that NaN fails too.
+    # `not low <= value` also rejects NaN.
     if not low <= value <= high:
         raise InvalidRequestError(
             f"{param} must be between {low} and {high}, got {value}.", param=param
@@ -36,20 +37,21 @@ def _require(value: float, low: float, high: float, param: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """One sequence's way of choosing tokens.
+    """Sampling parameters of one sequence.
 
     Attributes:
-        temperature: 0 takes the most likely token.
-        top_p: Keep the smallest set of tokens with this much probability.
+        temperature: 0 always takes the most likely token.
+        top_p: Keep the smallest set of tokens with this total probability.
         top_k: Keep this many tokens; 0 keeps all.
-        min_p: Drop tokens below this fraction of the most likely one's probability.
-        repetition_penalty: Divides (or multiplies, if negative) logits of all tokens seen.
-        presence_penalty: Taken once off tokens generated in this reply.
-        frequency_penalty: Taken off per occurrence in this reply.
+        min_p: Drop tokens below this fraction of the most likely token's probability.
+        repetition_penalty: Divides positive and multiplies negative logits of all tokens seen.
+        presence_penalty: Subtracted once from the logits of tokens generated in this reply.
+        frequency_penalty: Subtracted for each occurrence of a token in this reply.
         logit_bias: Added to the logits of single tokens.
-        seed: Same seed, same text, whatever else runs; None lets the server draw one.
-        top_logprobs: None reports no log-probabilities; n reports the chosen one's and the n best.
-        unset: Fields that the request left to the model; see `with_defaults`.
+        seed: The same seed gives the same text, independent of other requests; None means random.
+        top_logprobs: None reports no log-probabilities; n reports those of the chosen token and
+            of the n most likely ones.
+        unset: Fields that the request leaves to the model; see `with_defaults`.
     """
 
     temperature: float = 1.0
@@ -65,7 +67,7 @@ class SamplingParams:
     unset: frozenset[str] = frozenset()
 
     def with_defaults(self, defaults: "SamplingDefaults") -> "SamplingParams":
-        """Take a model's defaults where the request says nothing."""
+        """Replace the fields in `unset` by a model's defaults."""
         chosen = {name: getattr(defaults, name) for name in self.unset}
         known = {name: value for name, value in chosen.items() if value is not None}
         return replace(self, **known, unset=frozenset())
@@ -92,7 +94,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the choice depends on the tokens before it."""
+        """Whether sampling depends on earlier tokens."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -102,7 +104,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """How a model's authors advise to run it; None where they say nothing.
+    """Sampling parameters that a model's authors recommend; None where they recommend nothing.
 
     Attributes:
         max_tokens: Length of a reply.
@@ -116,18 +118,18 @@ class SamplingDefaults:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        # The ranges are the same.
+        # Validate with the same ranges as requests.
         SamplingParams(unset=UNSET_SAMPLING).with_defaults(self)
         StopRules(max_tokens=self.max_tokens)
 
 
-# What a request that says nothing of sampling leaves to the model.
+# Fields left to the model by a request without sampling parameters.
 UNSET_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token with the logarithm of the probability the model gave it."""
+    """A token with its log-probability, and those of the most likely tokens at its position."""
 
     token: int
     logprob: float
@@ -136,13 +138,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """When a reply ends.
+    """Conditions that end a reply.
 
     Attributes:
-        max_tokens: The most tokens to generate; None takes the server's default.
-        strings: Texts that end the reply; they are not part of it.
-        token_ids: Tokens that end the reply, besides the model's own end tokens.
-        ignore_eos: Go on past the model's end tokens.
+        max_tokens: Maximum number of tokens, reduced to what fits; None means the server's default.
+        strings: Texts that end the reply and are not part of it.
+        token_ids: Tokens that end the reply, in addition to the model's end tokens.
+        ignore_eos: Continue past the model's end tokens.
     """
 
     max_tokens: int | None = None
@@ -151,10 +153,8 @@ class StopRules:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidRequestError(
-                f"max_tokens must be at least 1, got {self.max_tokens}.", param="max_tokens"
-            )
+        if self.max_tokens is not None:
+            _require(self.max_tokens, 1, MAX_REPLY_TOKENS, "max_tokens")
         if len(self.strings) > MAX_STOP_STRINGS:
             raise InvalidRequestError(
                 f"at most {MAX_STOP_STRINGS} stop strings are allowed.", param="stop"
@@ -172,7 +172,7 @@ class StopRules:
 
 
 def num_undecided(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the end may be the beginning of a marker.
+    """Return how many characters at the end of `text` may be the beginning of a marker.
 
     Example:
         >>> num_undecided("see <to", ("<tool_call>",))
@@ -188,13 +188,13 @@ def num_undecided(text: str, markers: Sequence[str]) -> int:
 
 
 class StopMatcher:
-    """Finds stop strings in a text that arrives in pieces.
+    """Finds stop strings in text that arrives in pieces.
 
-    Text is held back only while it could still become a stop string, and a stop string is never
-    shown. The match that ends first wins; of those that end together, the longest.
+    Text is held back only while it may still become a stop string, and a stop string is never
+    returned. The match that ends first wins; of those that end together, the longest.
 
     Attributes:
-        stop: The stop string that was hit, if any; nothing more may be fed then.
+        stop: The stop string that was found, if any; do not feed more text after that.
 
     Example:
         >>> matcher = StopMatcher(("END",))
@@ -208,7 +208,7 @@ class StopMatcher:
         self.stop: str | None = None
 
     def feed(self, text: str) -> str:
-        """Take more text; returns what may be shown."""
+        """Add text; returns the text that can be shown."""
         if not self._stops:
             return text
         buffer = self._held + text
@@ -217,12 +217,12 @@ class StopMatcher:
         return buffer[:shown]
 
     def flush(self) -> str:
-        """Return what was held back, at the end of the text."""
+        """Return the text that was held back, at the end of the input."""
         held, self._held = self._held, ""
         return held
 
     def _before_stop(self, buffer: str) -> int:
-        """How many characters come before a stop string, or what could become one."""
+        """Return the number of characters before a stop string or a possible start of one."""
         found = [(buffer.find(stop), stop) for stop in self._stops if stop in buffer]
         if found:
             start, self.stop = min(found, key=lambda match: (match[0] + len(match[1]), match[0]))
@@ -231,10 +231,10 @@ class StopMatcher:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in ``[0, 1)`` that depends on nothing but its arguments.
+    """Return a number in ``[0, 1)`` that depends only on the arguments.
 
-    Every backend draws with it, so a seeded reply depends neither on its neighbours in a batch
-    nor on when it was paused and resumed.
+    All backends sample with it, so that a seeded reply depends neither on other sequences in its
+    batch nor on when it was paused and resumed.
     """
     key = struct.pack("<Qq", seed % 2**64, position)
     return (int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) >> 11) / 2**53

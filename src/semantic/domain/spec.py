@@ -1,6 +1,6 @@
-"""What a model keeps of every token, in numbers: layers, heads, dimensions and bytes.
+"""The size of a model's KV cache: layers, heads, dimensions and bytes.
 
-Bytes are those of the payload alone; the scales of a quantised format are its codec's business.
+Byte counts cover the payload only; the codec of a quantized format accounts for its scales.
 """
 
 from bisect import bisect_right
@@ -10,7 +10,14 @@ from typing import Self
 
 from semantic.domain.model_families import ConfigAttributes, LayerKind, LayerSpec, read_layers
 
-__all__ = ["DEFAULT_BLOCK_TOKENS", "Compute", "LayerKind", "LayerSpec", "ModelCacheSpec"]
+__all__ = [
+    "DEFAULT_BLOCK_TOKENS",
+    "Compute",
+    "ComputeHint",
+    "LayerKind",
+    "LayerSpec",
+    "ModelCacheSpec",
+]
 
 DEFAULT_BLOCK_TOKENS = 256
 
@@ -22,14 +29,14 @@ class ModelCacheSpec:
     """The geometry of a model's KV cache.
 
     Attributes:
-        model_type: The architecture as the config names it; of a multimodal model, its text part.
+        model_type: The architecture as named in the config; for a multimodal model, its text part.
         layers: First to last.
-        vocab_size: Token ids are below this.
-        max_context: The longest sequence the model was made for.
+        vocab_size: Token ids are less than this.
+        max_context: The longest sequence that the model supports.
         block_tokens: Tokens in a full block.
 
     Raises:
-        ValueError: A number is not positive, or there is no layer.
+        ValueError: A number is not positive, or there are no layers.
     """
 
     model_type: str
@@ -64,8 +71,8 @@ class ModelCacheSpec:
         (30, 23040, 11520000)
 
         Raises:
-            InvalidRequestError: An attribute is missing or wrong, or it is not known what this
-                model keeps between tokens.
+            InvalidRequestError: An attribute is missing or invalid, or the state that this model
+                keeps between tokens is unknown.
             ValueError: ``block_tokens`` is not positive.
         """
         attributes = ConfigAttributes.from_config(config)
@@ -79,22 +86,22 @@ class ModelCacheSpec:
 
     @property
     def num_layers(self) -> int:
-        """Layers of all kinds."""
+        """Number of layers of all kinds."""
         return len(self.layers)
 
     @property
     def num_window(self) -> int:
-        """Layers that need the last tokens only."""
+        """Number of layers that need only the last tokens."""
         return len(self._of_kind(LayerKind.WINDOW))
 
     @property
     def num_state(self) -> int:
-        """Layers with a recurrent state."""
+        """Number of layers with a recurrent state."""
         return len(self._of_kind(LayerKind.STATE))
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of layers the model has, in the order they are declared."""
+        """The kinds of layers in the model, in the order of `LayerKind`."""
         return tuple(kind for kind in LayerKind if self._of_kind(kind))
 
     @property
@@ -103,11 +110,11 @@ class ModelCacheSpec:
         return max((layer.window for layer in self.layers), default=0)
 
     def bytes_per_context(self, num_tokens: int, bits: int = 16) -> int:
-        """What a context of so many tokens takes at rest."""
+        """Return the size of the KV cache of `num_tokens` tokens, in bytes."""
         return sum(self.kind_bytes(kind, num_tokens, bits) for kind in LayerKind)
 
     def kind_bytes(self, kind: LayerKind, num_tokens: int, bits: int = 16) -> int:
-        """One kind of layers' part of that, packed, and rounded up to whole bytes."""
+        """Return the share of one kind of layer in that, packed and rounded up to whole bytes."""
         if num_tokens < 0:
             raise ValueError(f"num_tokens must not be negative, but is {num_tokens}")
         if bits not in _BITS:
@@ -116,7 +123,7 @@ class ModelCacheSpec:
         return -(-elements * bits // 8)
 
     def tokens_within(self, nbytes: int, bits: int = 16) -> int:
-        """The longest context that takes no more than so many bytes; 0 if none does."""
+        """Return the length of the longest context that fits `nbytes`; 0 if none does."""
         lengths = range(self.max_context + 1)
         fitting = bisect_right(lengths, nbytes, key=lambda n: self.bytes_per_context(n, bits))
         return max(0, fitting - 1)
@@ -131,9 +138,10 @@ class Compute:
 
     Attributes:
         dtype: The number format of activations and the KV cache.
-        num_threads: 0 where the device schedules its own.
-        kernels: What multiplies.
-        reason: Why this dtype.
+        num_threads: 0 if the device schedules its own.
+        kernels: The library or kernels that multiply matrices.
+        reason: Why this dtype was chosen.
+        slow: Why it is slower than possible and how to fix that; empty if it is not.
     """
 
     device: str
@@ -141,10 +149,11 @@ class Compute:
     num_threads: int
     kernels: str
     reason: str
+    slow: str = ""
 
     @property
     def summary(self) -> str:
-        """In half a line, for people.
+        """A short description for logs and messages.
 
         >>> Compute("cpu", "float32", 2, "PyTorch", "it was asked for").summary
         'float32 on cpu, 2 threads'
@@ -152,3 +161,16 @@ class Compute:
         plural = "" if self.num_threads == 1 else "s"
         threads = f", {self.num_threads} thread{plural}" if self.num_threads else ""
         return f"{self.dtype} on {self.device}{threads}"
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeHint:
+    """Records of earlier starts of a model on this machine, used to choose its dtype.
+
+    Attributes:
+        known: How it was computed with the same settings, CPU and libraries; None if it never was.
+        stored_dtypes: Dtypes of its stored KV cache, the one with the most files first.
+    """
+
+    known: Compute | None = None
+    stored_dtypes: tuple[str, ...] = ()

@@ -1,11 +1,14 @@
-"""The only place where the parts are put together; `loading` has what loads models."""
+"""Wires the application: the only module that constructs and connects its parts.
+
+`persistence` builds the storage and `loading` loads models.
+"""
 
 import functools
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from semantic import __version__
-from semantic.adapters.config.keys import load_key_ring
+from semantic.adapters.config.keys import MARKER_FILE, load_key_ring
 from semantic.adapters.config.logging import set_log_level
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys, own_key
@@ -37,7 +40,7 @@ from semantic.ports.telemetry import TelemetryPort
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The wired application, ready for an HTTP front."""
+    """The wired application, without HTTP."""
 
     settings: Settings
     access: Access
@@ -57,33 +60,33 @@ class Server:
     history: MetricsHistory
 
     def problems(self) -> list[str]:
-        """What is wrong although requests are answered, for `/health`."""
+        """Problems that do not stop the server from answering requests, for `/health`."""
         known = [self.memory.problem, self.inference.problem]
         return [problem for problem in known if problem]
 
     def pressure(self) -> float:
-        """Of the memory for the KV cache, what is in use and cannot be had by evicting."""
+        """The share of the KV cache's memory budget that is in use and cannot be evicted."""
         memory = self.cache.use().memory
         return (memory.held + memory.working) / memory.total if memory.total else 0.0
 
     def start(self) -> None:
-        """Begin to load the model; returns at once."""
+        """Start loading the model in the background; returns at once."""
         self.device.start()
         self.models.start()
 
     def request_stop(self) -> None:
-        """End what runs and those who watch; returns at once."""
+        """Begin to end running requests, model swaps and event streams; returns at once."""
         self.feed.close()
         self.models.request_stop()
         self.device.request_stop()
 
 
 def bootstrap(settings: Settings) -> Server:
-    """Wire the application; starts nothing.
+    """Wire the application; starts only the threads of the ledger, and loads no model.
 
     Raises:
-        InvalidRequestError: a directory cannot be made or written, or another server has it.
-        CachePersistenceError: what is in the directory cannot be opened.
+        InvalidRequestError: a directory cannot be written or is in use, or keys are required.
+        CachePersistenceError: the ledger or its files cannot be opened.
     """
     _prepare_directories(settings)
     metrics = Metrics()
@@ -92,7 +95,8 @@ def bootstrap(settings: Settings) -> Server:
     memory = AgentMemory(settings, lambda tenant: access.ring.policy(tenant).disk_bytes, metrics)
     access = Access(lambda: _key_ring(settings), memory.agents.principal)
     backend_name = choose_backend(settings)
-    loader = ModelLoader(settings, backend_name, memory.codec.kv_format, metrics)
+    kv_format = memory.codec.kv_format
+    loader = ModelLoader(settings, backend_name, kv_format, metrics, memory.origins)
     hub = ReplyHub()
     device = _make_device(settings, memory, loader, hub.emit, metrics)
     feed = EventFeed()
@@ -158,7 +162,7 @@ def _make_device(
 
 
 def _make_tracer(settings: Settings) -> RequestTracer | None:
-    """Send traces by OTLP over HTTP, from a thread of their own, if there is an endpoint."""
+    """Make a tracer that exports by OTLP over HTTP on its own thread; None without endpoint."""
     if settings.otel_endpoint is None:
         return None
     try:
@@ -182,14 +186,15 @@ def _make_tracer(settings: Settings) -> RequestTracer | None:
 
 
 def _key_ring(settings: Settings) -> KeyRing:
-    return load_key_ring(settings.effective_key_file, settings.api_key, settings.admin_key)
+    marker = settings.home_dir / MARKER_FILE
+    return load_key_ring(settings.effective_key_file, marker, settings.api_key, settings.admin_key)
 
 
 def _require_key(settings: Settings, ring: KeyRing) -> None:
-    """Refuse to let other machines in without a key.
+    """Refuse to start a server that other machines can use without a key.
 
     Raises:
-        InvalidRequestError: they could reach the address, and there is no key.
+        InvalidRequestError: other machines can reach the address, and there are no keys.
     """
     if settings.is_remote and not ring.is_guarded:
         raise InvalidRequestError(
@@ -206,7 +211,7 @@ def _export_keys(settings: Settings) -> ExportKeys:
 
 
 def _prepare_directories(settings: Settings) -> None:
-    """Make the directories; what earlier versions left readable to others is so no more."""
+    """Create the directories, and remove the access of other users that older versions left."""
     places = {"home": settings.home_dir / "models", "cache_dir": settings.effective_cache_dir}
     for param, directory in places.items():
         flag = "--home" if settings.cache_dir is None else f"--{param.replace('_', '-')}"
@@ -225,7 +230,7 @@ def _prepare_directories(settings: Settings) -> None:
 
 
 def _is_own_home(home: Path) -> bool:
-    """Whether nobody keeps anything else there; the usual home is ours by its name."""
+    """Whether the directory is named `.semantic` or contains only files of the server."""
     try:
         names = {path.name for path in home.iterdir()}
     except OSError:
@@ -234,8 +239,11 @@ def _is_own_home(home: Path) -> bool:
         "cache",
         "export.key",
         "keys.json",
+        MARKER_FILE,
         "logs",
         "models",
+        "native",
+        "replicas",
     }
 
 

@@ -1,8 +1,9 @@
-"""How a model is found and loaded: by which backend, from which files.
+"""Finding and loading models: the choice of the backend, and the model's files.
 
-Heavy imports (torch, mlx, transformers) happen on the device's thread, after the socket is open.
+Heavy imports (torch, mlx, transformers) happen on the device thread, after the socket is open.
 """
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -20,34 +22,36 @@ import structlog
 
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
 from semantic.adapters.outbound.backends.mlx import runtime as mlx_runtime
-from semantic.adapters.outbound.backends.torch.native import NativeBuild
+from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
+from semantic.adapters.outbound.models.compute_choices import ComputeChoices, cpu_name
 from semantic.application.engine.model import LoadedModel
+from semantic.domain.blocks import BlockOrigin
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.model_names import SHORT_NAMES, ModelNames, served_id
 from semantic.domain.reply_format import detect_reply_format
-from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ModelCacheSpec
+from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ComputeHint, ModelCacheSpec
 from semantic.ports.backend import ModelBackendPort, ModelEntry, ModelSourcePort, OnProgress
 from semantic.ports.telemetry import Measure, TelemetryPort
 
 _log = structlog.get_logger(__name__)
 
-MakeBackend: TypeAlias = Callable[[Path, ModelCacheSpec], ModelBackendPort]
+MakeBackend: TypeAlias = Callable[[Path, ModelCacheSpec, ComputeHint], ModelBackendPort]
 BackendName = Literal["torch", "mlx", "fake"]
 
 
 def choose_backend(settings: Settings) -> BackendName:
-    """What runs models here."""
+    """The backend of the settings; `auto` is mlx where this machine prefers it, else torch."""
     if settings.backend != "auto":
         return settings.backend
     return "mlx" if mlx_runtime.is_preferred() and settings.device != "cpu" else "torch"
 
 
 class ModelLoader:
-    """Finds and loads models as the settings say; a `ModelSourcePort`.
+    """Finds and loads models according to the settings; a `ModelSourcePort`.
 
     Attributes:
         names: Aliases of models.
-        first: The model to begin with.
+        first: The model to load at the start.
     """
 
     def __init__(
@@ -56,17 +60,26 @@ class ModelLoader:
         backend_name: BackendName,
         kv_format: str,
         telemetry: TelemetryPort,
+        origins: Callable[[], Sequence[BlockOrigin]] = lambda: (),
     ) -> None:
-        """Prepare; `telemetry` counts and times what is loaded.
+        """Resolve the names of models; loads nothing.
+
+        Args:
+            settings: The model to load, and how to run it.
+            backend_name: The backend that runs models.
+            kv_format: The storage format of the KV cache.
+            telemetry: Counts and times model loads.
+            origins: Returns the models and formats that wrote the stored KV cache.
 
         Raises:
-            InvalidRequestError: an alias makes no sense.
+            InvalidRequestError: an alias is malformed.
         """
         self._settings = settings
         self._backend_name = backend_name
         self._kv_format = kv_format
         self._telemetry = telemetry
-        self._is_float32 = settings.dtype == "float32"  # or what the last model turned out to be
+        self._origins = origins
+        self._is_float32 = settings.dtype == "float32"  # updated to the loaded model's dtype
         is_mlx = backend_name == "mlx"
         short_names = {name: sources[is_mlx] for name, sources in SHORT_NAMES.items()}
         self.names = ModelNames.of(
@@ -82,22 +95,22 @@ class ModelLoader:
         return self._source.entries()
 
     def find(self, source: str) -> ModelEntry:
-        """A model on this machine, or one that can be fetched."""
+        """Find a model on this machine, or one that can be downloaded."""
         return self._source.find(source)
 
     def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:
-        """See that a model's files are here."""
+        """Download or convert a model's files unless they are on this machine."""
         return self._source.fetch(entry, on_progress)
 
     def load(self, entry: ModelEntry, on_progress: OnProgress) -> LoadedModel:
-        """Load a model; on the device's thread.
+        """Load a model; call it on the device thread.
 
         Raises:
             ModelNotFoundError: there is no such model.
-            InvalidRequestError: it cannot be run here.
+            InvalidRequestError: this machine or backend cannot run it.
         """
         started = time.monotonic()
-        gc.disable()  # libraries make a million objects, none of them garbage: a second of looking
+        gc.disable()  # imports make a million live objects; scanning them costs 1 s
         try:
             model = self._load(entry, on_progress)
         except BaseException:
@@ -124,7 +137,7 @@ class ModelLoader:
 
     @functools.cached_property
     def _source(self) -> ModelSourcePort:
-        """What finds models; its libraries are large, so it is made when it is first asked for."""
+        """Finds models; created on first use, because it imports large libraries."""
         if self._backend_name == "fake":
             from semantic.adapters.outbound.backends.fake import FakeModels
 
@@ -159,7 +172,7 @@ class ModelLoader:
         from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
 
         name = self._source.fetch(entry, on_progress).id
-        spec = fake_spec(block_tokens=DEFAULT_BLOCK_TOKENS)  # as all models
+        spec = fake_spec(block_tokens=DEFAULT_BLOCK_TOKENS)  # the same as for all models
         backend = FakeBackend(spec, weights=0 if name == "fake" else 1)
         return LoadedModel(name, backend, FakeTokenizer(), name, self._kv_format)
 
@@ -175,28 +188,62 @@ class ModelLoader:
         on_progress(f"importing {self._backend_name}")
         make = self._importer()(settings)
         if not gc.get_freeze_count():
-            # Libraries stay: to look through them takes 40 ms of a step, 0.4 s of a swap.
+            # Libraries stay loaded; scanning their objects would cost a decode step 40 ms and a
+            # swap 0.4 s.
             gc.freeze()
         on_progress(f"loading {directory.name}")
         config = read_config(directory)
-        backend = make(directory, ModelCacheSpec.from_config(config))
-        if backend.traits.compute is not None:
-            self._is_float32 = backend.traits.compute.dtype == "float32"
-            _log.info("model loaded", model=directory.name, **asdict(backend.traits.compute))
+        identity = fingerprint(directory, models_dir / "fingerprints.json")
+        choices = ComputeChoices(models_dir / "compute.json", compute_basis(settings))
+        hint = self._hint(identity, choices)
+        backend = make(directory, ModelCacheSpec.from_config(config), hint)
+        compute = backend.traits.compute
+        if compute is not None:
+            self._is_float32 = compute.dtype == "float32"
+            _log.info("model loaded", model=directory.name, **asdict(compute))
+            known = hint.known
+            if known is None or (known.device, known.dtype) != (compute.device, compute.dtype):
+                choices.keep(identity, compute)
         return LoadedModel(
             id=entry.id,
             backend=backend,
             tokenizer=HFTokenizer(directory),
-            fingerprint=fingerprint(directory, models_dir / "fingerprints.json"),
+            fingerprint=identity,
             kv_format=self._kv_format,
             defaults=read_generation_config(directory),
         )
 
+    def _hint(self, identity: str, choices: ComputeChoices) -> ComputeHint:
+        """The dtype that an earlier start chose for a model, else the dtypes of stored blocks."""
+        known = choices.recall(identity)
+        if known is not None:
+            return ComputeHint(replace(known, reason=f"{known.reason}, at an earlier start"))
+        if self._settings.dtype != "auto":
+            return ComputeHint()
+        return ComputeHint(stored_dtypes=stored_dtypes(self._origins(), identity))
+
+
+def compute_basis(settings: Settings) -> dict[str, str]:
+    """The inputs of the dtype choice; a change of any of them invalidates remembered choices."""
+    with contextlib.suppress(PackageNotFoundError):
+        names = ("dtype", "device", "weights", "native")
+        chosen = {name: str(getattr(settings, name)) for name in names}
+        chosen["backend"] = choose_backend(settings)
+        return {**chosen, "torch": version("torch"), "cpu": cpu_name()}
+    return {}
+
+
+def stored_dtypes(origins: Sequence[BlockOrigin], fingerprint: str) -> tuple[str, ...]:
+    """The dtypes of a model's stored KV cache written by torch, in the order of `origins`."""
+    abis = [origin.abi.split(".") for origin in origins if origin.fingerprint == fingerprint]
+    return tuple(abi[2] for abi in abis if abi[0] == "torch" and len(abi) > 2)
+
 
 def _import_torch(settings: Settings) -> MakeBackend:
     _calm_openmp()
-    native = NativeBuild(settings.home_dir / "native")  # while torch is imported
-    # Threads that read weights and end keep the memory of those that are freed later.
+    # Prepares the native library in the background, while torch is imported.
+    native = NativeBuild(settings.home_dir / "native", settings.native)
+    # Loader threads would keep the memory of weights that are freed after the threads end.
     os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
     try:
         from semantic.adapters.outbound.backends.torch.backend import TorchBackend
@@ -205,7 +252,7 @@ def _import_torch(settings: Settings) -> MakeBackend:
         raise _missing(error, "torch") from error
     how = (settings.dtype, settings.device, settings.weights, settings.threads)
     options = TorchOptions(*how, native=native, pinned_bytes=_pinned_bytes(settings))
-    return lambda directory, spec: TorchBackend(directory, spec, options)
+    return lambda directory, spec, hint: TorchBackend(directory, spec, replace(options, hint=hint))
 
 
 def _import_mlx(settings: Settings) -> MakeBackend:
@@ -223,7 +270,7 @@ def _import_mlx(settings: Settings) -> MakeBackend:
         raise _missing(error, "mlx") from error
     how = (settings.dtype, settings.device, settings.weights)
     options = MlxOptions(*how, _pinned_bytes(settings))
-    return lambda directory, spec: MlxBackend.from_directory(directory, spec, options)
+    return lambda directory, spec, _: MlxBackend.from_directory(directory, spec, options)
 
 
 def _pinned_bytes(settings: Settings) -> int:
@@ -233,7 +280,7 @@ def _pinned_bytes(settings: Settings) -> int:
 def _import_shards(name: Literal["torch", "mlx"], settings: Settings) -> MakeBackend:
     from semantic.entrypoints.shards import load_sharded
 
-    return lambda directory, spec: load_sharded(directory, spec, settings, name)
+    return lambda directory, spec, hint: load_sharded(directory, spec, settings, name, hint)
 
 
 def _missing(error: ModuleNotFoundError, backend_name: BackendName) -> InvalidRequestError:
@@ -245,10 +292,11 @@ def _missing(error: ModuleNotFoundError, backend_name: BackendName) -> InvalidRe
 
 
 def preload_torch(settings: Settings) -> None:
-    """Make a start shorter: nobody looks for garbage in what is made until the model is loaded.
+    """Shorten the start: disable garbage collection and link PyTorch's library in a thread.
 
-    And where PyTorch will run it, its library is linked on another core, which takes 0.4 s. Whoever
-    imports it later finds that done. Only a call by ctypes leaves the interpreter to others.
+    `ModelLoader.load` enables garbage collection again. Linking takes 0.4 s and runs on another
+    core, because ctypes releases the GIL during the call; a later import of torch finds the library
+    linked. Links nothing where PyTorch does not run the model in this process, or off Linux.
     """
     gc.disable()
     if choose_backend(settings) != "torch" or settings.shards > 1 or sys.platform != "linux":
@@ -262,10 +310,11 @@ def preload_torch(settings: Settings) -> None:
 
 
 def _calm_openmp() -> None:
-    """Let OpenMP's threads spin between the operations of a step, and sleep after it.
+    """Let OpenMP threads spin between the operations of a decode step, and sleep after it.
 
-    The default spins for milliseconds: beside one busy process a decode step took fifteen times as
-    long. Never spinning made quiet steps a quarter slower. Must run before torch is imported.
+    By default they spin for milliseconds: beside one busy process, a decode step took fifteen times
+    as long. Without any spinning, steps on an idle machine were a quarter slower. Must run before
+    torch is imported.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")

@@ -1,9 +1,10 @@
-"""What keeps agents across restarts: the ledger, the disk behind the pool, and its upkeep.
+"""Persistence of agents across restarts: the ledger, the disk tier and its upkeep.
 
-The ledger opens at once, so that a directory in use is refused before anything else; the store is
-made when the model's geometry is known.
+The ledger opens first, so that a directory in use is refused before anything else happens. The
+block store is created later, when the model's geometry is known.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,9 @@ from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.cache_admin import ModelCache
 from semantic.application.agents.ledger import AgentLedger, write_at_once
 from semantic.application.agents.sharing import AgentLeases, SharedAgents
+from semantic.application.agents.storage_quota import StorageQuota
 from semantic.application.agents.upkeep import Upkeep
+from semantic.application.cache.formats import ServedFormat, StoredFormats
 from semantic.application.cache.remote import RemoteTier
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
@@ -32,7 +35,8 @@ from semantic.application.engine.model import LoadedModel
 from semantic.application.engine.request import EventSink
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.prompt.replay import LedgerReplayStore
-from semantic.domain.blocks import BlockName, BlockNamespace, pack_tokens
+from semantic.domain.agents import Pointer
+from semantic.domain.blocks import BlockName, BlockNamespace, BlockOrigin, pack_tokens
 from semantic.domain.errors import (
     CachePersistenceError,
     DrainingError,
@@ -54,19 +58,19 @@ from semantic.ports.telemetry import TelemetryPort
 if TYPE_CHECKING:
     from semantic.adapters.outbound.ledger.postgres import PostgresLedger
 
-_DRAFT_SHARE = 64  # of a smaller budget, the memory for guesses is not taken off
+_DRAFT_SHARE = 64  # a budget below this many times the draft memory does not reserve it
 _log = structlog.get_logger(__name__)
 _FLUSH_S = 0.5
 
 
 class AgentMemory:
-    """One directory's agents and blocks.
+    """The agents and blocks of one cache directory.
 
     Attributes:
         agents: All agents and their turns.
-        replays: The tokens of their replies.
-        codec: How the KV cache is written.
-        disk: Writes and reads blocks; None if nothing is kept there.
+        replays: The tokens of the agents' replies.
+        codec: Encodes and decodes the KV cache for storage.
+        disk: Writes and reads blocks; None with durability `none`.
     """
 
     def __init__(
@@ -75,21 +79,21 @@ class AgentMemory:
         disk_quota: Callable[[str], int | None] = lambda _: None,
         telemetry: TelemetryPort | None = None,
     ) -> None:
-        """Open the directory, if anything is to be kept there.
+        """Open the cache directory, unless durability is `none`.
 
         Args:
-            settings: Where it is, and how much it may hold.
-            disk_quota: Says how many bytes a tenant may have there; None is the settings' number.
-            telemetry: Who is told what happens; None is nobody.
+            settings: Location, durability and budgets of the cache.
+            disk_quota: Returns a tenant's disk quota in bytes; None applies the settings' quota.
+            telemetry: Sink for events; None disables it.
 
         Raises:
-            InvalidRequestError: it is not a cache, or another server has it.
-            CachePersistenceError: what is there cannot be opened.
+            InvalidRequestError: the directory is not a cache, or another server uses it.
+            CachePersistenceError: the ledger or its files cannot be opened.
         """
         self._settings = settings
         self._memory_bytes = settings.memory_budget_mb * 2**20
         self._disk_quota = disk_quota
-        self._namings: set[tuple[str, str]] = set()  # of the models that were loaded
+        self._namings: dict[tuple[str, str], dict[BlockName, str]] = {}  # by naming: root to tenant
         self._telemetry = telemetry
         self.codec = KVCodec(FORMATS[settings.kv_bits])
         self._closing = threading.Lock()
@@ -98,24 +102,21 @@ class AgentMemory:
         self._files: SafetensorsCache | None = None
         self.disk: DiskTier | None = None
         self._cache: ModelCache | None = None
+        self._formats = StoredFormats()
         directory = settings.effective_cache_dir if settings.durability != "none" else None
         cipher = load_cipher(settings.encryption_key_file, settings.encryption_key_command)
         if directory is not None:
             claim(directory)
             self._lock = DirectoryLock(directory)
-        own = SqliteLedger(directory, cipher=cipher)
+        self._own = own = SqliteLedger(directory, cipher=cipher)
         self._shared = _shared_ledger(settings, own) if settings.store == "shared" else None
         self.ledger: LedgerPort = self._shared or own
-        try:
-            state = self.ledger.load()
-        except CachePersistenceError:
-            self._unlock()
-            raise
+        state = self._load()
         self._loss = state.problem
-        if self._loss:
-            _log.warning("the ledger is damaged or incomplete", problem=self._loss)
+        for problem in filter(None, (self._loss, own.problem)):
+            _log.warning("the ledger has a problem", problem=problem)
         self._num_agents, self._num_parts = len(state.agents), len(state.parts)
-        self._parts = state.parts  # until the store has them
+        self._parts = state.parts  # released once the store has restored its index
         self._is_index_lost = state.is_index_lost
         if directory is not None:
             self._files = SafetensorsCache(directory, self.codec, cipher)
@@ -123,13 +124,25 @@ class AgentMemory:
         self._remote: RemoteTier | None = None
         write = self.disk.change if self.disk else write_at_once(self.ledger)
         if self._shared is None:
-            self.agents = AgentLedger(self.ledger, state, write)
+            settle_s = settings.request_timeout_s if settings.durability == "sync" else None
+            self.agents = AgentLedger(self.ledger, state, write, settle_s=settle_s)
         else:
             write = self._write_shared
             self.agents = self._join(self._shared, state)
+        self.agents.storage = StorageQuota(self.ledger, self._quota)
         self.replays = LedgerReplayStore(self.ledger, write)
+        if self.disk is not None:
+            self.disk.start(self._is_on_disk)  # agents may change before a model is loaded
+
+    def _load(self) -> LedgerState:
+        try:
+            return self.ledger.load()
+        except CachePersistenceError:
+            self._unlock(is_refused=True)
+            raise
 
     def _make_disk(self, files: SafetensorsCache) -> DiskTier:
+        files.fingerprint_of = self._fingerprint_of
         return DiskTier(
             *(files, self.ledger, self._disk_limits()),
             is_synced=self._settings.durability == "sync",
@@ -137,7 +150,7 @@ class AgentMemory:
         )
 
     def _join(self, ledger: "PostgresLedger", state: LedgerState) -> AgentLedger:
-        """Have agents and blocks in common with other servers."""
+        """Share agents and blocks with other servers, through PostgreSQL and an object store."""
         settings = self._settings
         self._remote = self._make_remote(ledger)
         self._seen = SharedAgents(ledger)
@@ -145,7 +158,7 @@ class AgentMemory:
         return AgentLedger(ledger, state, self._write_shared, table=self._seen, leases=leases)
 
     def _make_remote(self, ledger: "PostgresLedger") -> RemoteTier:
-        """Open the object store behind this machine's files."""
+        """Open the object store that backs this machine's block files."""
         from semantic.adapters.outbound.blocks.objects import ObjectBlocks, open_store
         from semantic.adapters.outbound.ledger.shared_parts import SharedParts
 
@@ -154,11 +167,14 @@ class AgentMemory:
         return RemoteTier(self._files, objects, SharedParts(ledger))
 
     def _write_shared(self, *changes: LedgerChange) -> Future[None]:
-        """Write what must be there before a reply ends; what only moves pointers follows behind."""
+        """Apply changes before returning; queue those that only move pointers or mark durability.
+
+        Other servers must see a turn when its reply ends.
+        """
         assert self.disk is not None  # noqa: S101 - checked by the settings
         if all(isinstance(change, Repoint | MarkDurable) for change in changes):
             return self.disk.change(*changes)
-        # Replays are there when the turn that follows them is.
+        # The synchronous commit of the turn that follows a replay makes the replay durable too.
         is_synced = not all(isinstance(change, PutReplay) for change in changes)
         self.ledger.apply(changes, is_synced=is_synced)
         done: Future[None] = Future()
@@ -166,7 +182,11 @@ class AgentMemory:
         return done
 
     def listen(self, hear: Callable[[str, str, str], None]) -> None:
-        """Let what other servers do to agents be heard, on a thread of its own."""
+        """Report agents that other servers move or delete; does nothing without a shared store.
+
+        Args:
+            hear: Called with tenant, agent id and turn id, on a thread of the ledger.
+        """
         if self._shared is None:
             return
 
@@ -181,16 +201,20 @@ class AgentMemory:
 
     @property
     def learn(self) -> Callable[[BlockName, Sequence[int]], None] | None:
-        """Finds out what other servers computed of a prompt; None if there are none."""
+        """Looks up blocks of a prompt that other servers stored; None without a shared store."""
         return self._learn if self._remote is not None else None
 
     def _learn(self, root: BlockName, tokens: Sequence[int]) -> None:
         store = self.cache.store
         store.loader.learn(root, pack_tokens(tokens), store.spec.block_tokens)
 
+    def origins(self) -> Sequence[BlockOrigin]:
+        """The models and formats that wrote the stored blocks, those with the most files first."""
+        return self._files.origins() if self._files is not None else ()
+
     @property
     def cache(self) -> ModelCache:
-        """The blocks of the model, and who looks after them.
+        """The block store of the served model and its upkeep.
 
         Raises:
             ModelSwapError: the model is not loaded yet.
@@ -201,11 +225,12 @@ class AgentMemory:
 
     @property
     def summary(self) -> str:
-        """What was found, for people."""
+        """What the directory held at the start, as one line for the banner."""
         if self._lock is None:
             return "kept in memory only (durability none)"
         where = self._settings.effective_cache_dir
-        return f"{self._num_agents} known, {self._num_parts} block files in {where}"
+        found = f"{self._num_agents} known, {self._num_parts} block files in {where}"
+        return f"{found}; {problem}" if (problem := self._own.problem) else found
 
     def make_engine(
         self,
@@ -214,27 +239,44 @@ class AgentMemory:
         emit: EventSink,
         on_ready: Callable[[], None],
     ) -> BlockPoolBatchEngine:
-        """Make the engine of a loaded model, over all that is known.
+        """Make the engine of a loaded model on top of the stored agents and blocks.
+
+        The first call creates the block store; later calls (model swaps) reuse it.
 
         Raises:
-            DrainingError: `close` came first.
+            DrainingError: `close` was called first.
         """
-        self._namings.add(model.naming)
+        self._namings.setdefault(model.naming, {})
         roots = [model.root(principal) for principal in self.agents.principals()]
-        if self._files is not None:
-            self._files.announce(model.root(self.agents.principal()), model.fingerprint)
+        if self._cache is None:
+            self._formats = StoredFormats(self.origins())
+        self._serve_format(model)
         if self._cache is None:
             self._open_cache(model.backend.spec, roots)
         else:
             self._cache.store.serve(model.backend.spec, roots)
             self._cache.upkeep.begin_warm_up()
         store = self.cache.store
+        if note := self.note:
+            _log.warning(f"{note} Recomputing.", model=model.id)
         return BlockPoolBatchEngine(
             model.backend, model.tokenizer, store, limits, emit, on_ready=on_ready
         )
 
+    def _serve_format(self, model: LoadedModel) -> None:
+        """Compare the formats of stored blocks with the format of this model from now on."""
+        naming = model.naming
+
+        @functools.cache  # must not refer to the model, to free it after a swap
+        def root_of(tenant: str) -> BlockName:
+            return BlockNamespace(*naming, self.agents.principal(tenant).salt).root()
+
+        abi, kv_format = model.backend.traits.kv_abi, model.kv_format
+        served = ServedFormat(naming[0], abi, kv_format, root_of)
+        self._formats.serve(served, [principal.tenant for principal in self.agents.principals()])
+
     def _open_cache(self, spec: ModelCacheSpec, roots: Sequence[BlockName]) -> None:
-        """Make the store, which outlives the model whose geometry it is made with."""
+        """Create the block store, which outlives the model whose geometry it starts with."""
         settings = self._settings
         pool = BlockPool(spec, self._memory_bytes)
         store = AgentCacheStore(
@@ -245,7 +287,7 @@ class AgentMemory:
         )
         store.serve(spec, roots)
         if settings.draft_tokens and self._memory_bytes >= _DRAFT_SHARE * draft_memory.MEMORY_BYTES:
-            store.reserve(draft_memory.MEMORY_BYTES)  # what guesses are made from is part of it
+            store.reserve(draft_memory.MEMORY_BYTES)  # counts against the KV cache's budget
         store.restore_index(self._parts)
         self._parts = ()
         with self._closing:
@@ -261,19 +303,21 @@ class AgentMemory:
             )
             upkeep.remote = self._remote
             upkeep.trim_memory = host_memory.trim
+            upkeep.formats = self._formats
             self._cache = ModelCache(store, upkeep)
-            if self.disk is not None:
-                self.disk.start(store.is_on_disk)
         upkeep.start(settings.upkeep_interval_s, is_index_lost=self._is_index_lost)
 
     def resize(self, nbytes: int) -> None:
-        """Give the KV cache another budget of memory."""
+        """Change the memory budget of the KV cache to `nbytes`."""
         self._memory_bytes = nbytes
         if self._cache is not None:
             self._cache.store.resize(nbytes)
 
     def put_away(self) -> None:
-        """Write what a model that is unloaded left in memory, and drop it there."""
+        """Flush the dirty blocks of an unloaded model to disk, then drop its blocks from memory.
+
+        Flushing stops after `drain_timeout_s`.
+        """
         if self._cache is None:
             return
         store = self._cache.store
@@ -283,26 +327,32 @@ class AgentMemory:
         store.drop_memory()
 
     def is_durable(self, tenant: str, turn_id: str) -> bool:
-        """Whether a turn that was written is on disk with its KV cache."""
+        """Whether the ledger marks a turn as durable: the turn and its KV cache are on disk."""
         turn = self.ledger.turn(tenant, turn_id)
         return turn is not None and turn.is_durable
 
     @property
-    def problem(self) -> str:
-        """What is wrong with what agents leave behind; empty while all is well.
+    def note(self) -> str:
+        """Which stored blocks of the served model cannot be used, and why; empty if all can."""
+        cache = self._cache
+        return self._formats.summary(cache.store.disk_bytes) if cache else ""
 
-        That the ledger was restored, or lacks something, is told until the next start.
+    @property
+    def problem(self) -> str:
+        """Current problems of the ledger, disk, object store and upkeep; empty if there are none.
+
+        A loss in the ledger that was found at the start is reported until the next start.
         """
         disk, cache = self.disk, self._cache
         upkeep = cache.upkeep.problem if cache else ""
         remote = self._remote.problem if self._remote else ""
-        known = (self._loss, disk.problem if disk else "", remote, upkeep)
+        known = (self._loss, self._own.problem, disk.problem if disk else "", remote, upkeep)
         return "; ".join(filter(None, known))
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is queued and let the directory go; False if that took too long.
+        """Flush queued writes and release the directory; False if that exceeded `timeout_s`.
 
-        A second call does nothing.
+        Further calls do nothing and return True.
         """
         with self._closing:
             if self._is_closed:
@@ -311,30 +361,33 @@ class AgentMemory:
         if self._cache is not None:
             self._cache.upkeep.stop(timeout_s)
         if self._remote is not None:
-            if self.disk is not None:  # what it writes is then uploaded
+            if self.disk is not None:  # first, so that `close` uploads these blocks too
                 self.disk.flush(timeout_s / 2)
             self._remote.close(timeout_s / 2)
         self.agents.leases.close()
-        if self.disk is None or self._cache is None:
+        if self.disk is None:
             self._close_ledger()
-            self._unlock()
             return True
         is_written = self.disk.close(timeout_s)
         if self.disk.is_closed:
             self._unlock()
         return is_written
 
+    def _is_on_disk(self, pointer: Pointer) -> bool:
+        """Whether the KV cache up to a pointer is on disk; False until a model is loaded."""
+        return self._cache is not None and self._cache.store.is_on_disk(pointer)
+
     def _close_ledger(self) -> None:
-        """Close what no writer was started for: no model was loaded."""
+        """Close the in-memory ledger, which has no disk tier that closes it."""
         try:
             self.ledger.back_up()
             self.ledger.close()
         except CachePersistenceError as error:
             _log.warning("the ledger could not be backed up", problem=error.message)
 
-    def _unlock(self) -> None:
+    def _unlock(self, *, is_refused: bool = False) -> None:
         if self._lock is not None:
-            self._lock.close()
+            self._lock.close(is_refused=is_refused)
 
     def _disk_limits(self) -> DiskLimits:
         settings = self._settings
@@ -344,25 +397,41 @@ class AgentMemory:
             tenant_bytes=self._tenant_bytes,
         )
 
-    def _tenant_bytes(self, root: BlockName) -> int | None:
-        """How much the tenant of a root may have on disk below it."""
+    def _quota(self, tenant: str) -> int | None:
         settings = self._settings
-        usual = settings.tenant_disk_quota_mb * 2**20 or None
-        for principal in self.agents.principals():
-            spaces = [BlockNamespace(*naming, principal.salt) for naming in tuple(self._namings)]
-            if any(space.root() == root for space in spaces):
-                return self._disk_quota(principal.tenant) or usual
-        return usual
+        return self._disk_quota(tenant) or settings.tenant_disk_quota_mb * 2**20 or None
+
+    def _tenant_bytes(self, root: BlockName) -> int | None:
+        """How many bytes of blocks a root may have on disk: the tenant's quota less its turns."""
+        tenant, _ = self._owner(root)
+        quota = self._quota(tenant)
+        if not tenant or quota is None:
+            return quota
+        return max(0, quota - self.agents.storage.used(tenant))
+
+    def _fingerprint_of(self, root: BlockName) -> str:
+        return self._owner(root)[1]
+
+    def _owner(self, root: BlockName) -> tuple[str, str]:
+        """The tenant and model fingerprint of a root; empty strings if no known model uses it."""
+        principals = self.agents.principals()
+        for naming, tenants in tuple(self._namings.items()):
+            if root not in tenants and len(tenants) < len(principals):
+                roots = (BlockNamespace(*naming, each.salt).root() for each in principals)
+                tenants.update(zip(roots, (each.tenant for each in principals), strict=True))
+            if root in tenants:
+                return tenants[root], naming[0]
+        return "", ""
 
 
 def _shared_ledger(settings: Settings, own: SqliteLedger) -> "PostgresLedger":
-    """The ledger that all servers have, over the index of this machine's files.
+    """Open the shared PostgreSQL ledger; `own` keeps the index of this machine's files.
 
     Raises:
-        InvalidRequestError: what it needs is not installed.
+        InvalidRequestError: an optional package is not installed.
     """
     try:
-        import obstore as _  # noqa: F401 - what is missing is told here, once
+        import obstore as _  # noqa: F401 - reports a missing package at the start
 
         from semantic.adapters.outbound.ledger.postgres import PostgresLedger
     except ModuleNotFoundError as error:

@@ -1,10 +1,10 @@
-"""Servers as replicas of a Ray Serve application: routed by agent, watched, drained, scaled.
+"""Servers as replicas of a Ray Serve application: routing by agent, health, draining, scaling.
 
-A replica is the very server that `semantic serve` runs, with `store = shared`; Ray's proxies bring
-it requests. An agent's requests go to the replica its name falls on, or to the next ones while that
-one is full: a hint that saves the way to the object store, never what correctness rests on. A
-replica gets requests when its model is loaded, and none from the moment it is to stop; then its
-streams may end, and what it still has to upload is uploaded.
+A replica is the server that `semantic serve` runs, with `store = shared`; Ray's proxies forward
+requests to it. Consistent hashing sends an agent's requests to one replica, or to the next ones
+while that one is full. This routing only saves reads from the object store; correctness does not
+depend on it. A replica receives requests once its model is loaded, and none once it begins to stop.
+It then finishes its streams and uploads its remaining blocks.
 """
 
 import asyncio
@@ -37,18 +37,18 @@ from semantic.ports.inbound import ModelState
 
 try:
     from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
-except ModuleNotFoundError:  # the command says so; a replica alone does without
+except ModuleNotFoundError:  # `run_cluster` reports it; a replica does not need it
     ConsistentHashRouter = object
 
 NAME = "semantic"
 _HOPELESS = {ModelState.HUNG, ModelState.FAILED, ModelState.STOPPED}
 _LOAD_POLL_S = 0.05
 _STOP_POLL_S = 0.2
-_HIGH_PRESSURE = 0.8  # of the memory for the KV cache, what is in use and cannot be evicted
-_NUM_FALLBACKS = 8  # replicas that are tried after an agent's own
-_QUEUES = 2  # batches that a replica may have, the running one too, before others are tried
+_HIGH_PRESSURE = 0.8  # share of the KV cache's memory that is in use and cannot be evicted
+_NUM_FALLBACKS = 8  # replicas to try when an agent's own is full
+_QUEUES = 2  # batches per replica, the running one included, before others are tried
 _AGENT_PATH = re.compile(r"(?:/v1)?/agents/([^/]+)")
-# Who is asking, as far as headers say it: an agent, else a client's thread or session.
+# Headers that identify the agent, else the client's thread or session, in this order.
 _AGENT_HEADERS = (
     *("x-agent-id", "x-claude-code-agent-id", "thread-id", "thread_id"),
     *("x-claude-code-session-id", "session-id", "session_id", "x-session-affinity"),
@@ -56,13 +56,13 @@ _AGENT_HEADERS = (
 
 
 class Replica:
-    """One server of the application."""
+    """The Ray Serve deployment class: one server in a process of Ray."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Wire a server in the first directory of this machine that no other replica has.
+        """Wire a server in the first directory of this machine that no other replica uses.
 
         Args:
-            options: Settings, over those that this machine has itself.
+            options: Settings that override those of this machine.
         """
         tune_process()
         settings = load_settings(dict(options))
@@ -73,21 +73,22 @@ class Replica:
         self._is_loaded = False
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Make what answers; its lifespan starts and stops the server."""
+        """Make the ASGI application; its lifespan starts and stops the server."""
         app = create_app(self._server)
         app.add_middleware(ReplicaHeader)
         return app
 
     @property
     def server(self) -> Server:
-        """What is behind it."""
+        """The wired server of this replica."""
         return self._server
 
     async def check_health(self) -> None:
-        """Wait until the model is loaded, the first time; then only look.
+        """Check the model's state; the first call waits until the model is loaded.
 
         Raises:
-            RuntimeError: only another replica can help: the device hangs or its thread ended.
+            RuntimeError: Ray must replace this replica: the device hangs, or its thread failed or
+                stopped.
         """
         status = self._server.models.current()
         while not self._is_loaded and status.state is ModelState.LOADING:
@@ -98,19 +99,19 @@ class Replica:
             raise RuntimeError(f"{status.id} is {status.state.value}: {status.detail}")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Tell what the number of replicas depends on, beside the requests that Ray counts."""
+        """Report memory pressure, which scales replicas together with Ray's request count."""
         return {"memory_pressure": self._server.pressure()}
 
 
 class ReplicaHeader:
-    """Tells clients who answered, in a header: the machine and the process."""
+    """Middleware that adds `x-served-by`: the host name and process id of the replica."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._name = f"{socket.gethostname()}/{os.getpid()}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer as the application does, with the header."""
+        """Call the application and add the header to its response."""
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -121,16 +122,16 @@ class ReplicaHeader:
 
 
 def _claim_directory(base: Path) -> DirectoryLock:
-    """Have a directory to oneself; one that an earlier replica left is used again, with its blocks.
+    """Lock the first free directory; one that an earlier replica left is reused with its blocks.
 
     Raises:
-        CachePersistenceError: it cannot be written.
+        CachePersistenceError: the directory cannot be written.
     """
     for number in itertools.count():
         try:
             return DirectoryLock(base / str(number))
         except InvalidRequestError:
-            continue  # another replica has it
+            continue  # another replica uses it
     raise AssertionError  # pragma: no cover - there are always more numbers
 
 
@@ -138,7 +139,7 @@ def _claim_directory(base: Path) -> DirectoryLock:
 
 
 def agent_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Who a request is of, by its path and headers; None if they do not say.
+    """The agent, thread or session that a path and headers name; None if they name none.
 
     Example:
         >>> agent_key("/v1/agents/coder/generate", [])
@@ -153,10 +154,13 @@ def agent_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 
 
 class AgentRouter(ConsistentHashRouter):  # type: ignore[misc]
-    """Ray's router by consistent hash, over agents; a request of nobody goes anywhere."""
+    """Routes by consistent hash of the agent; a request without a key goes to any replica.
 
-    # A replica in the middle of a step may take longer than Ray's tenth of a second to say how long
-    # its queue is, and would lose its agents to the next one.
+    Requests that name no agent keep Ray's own routing key, if they have one.
+    """
+
+    # During a step, a replica may take longer than Ray's default of 0.1 s to report the length of
+    # its queue; its agents would then move to the next replica.
     queue_len_response_deadline_s = 1.0
     max_queue_len_response_deadline_s = 4.0
 
@@ -167,21 +171,21 @@ class AgentRouter(ConsistentHashRouter):  # type: ignore[misc]
 
 
 def key_of_argument(argument: object) -> str | None:
-    """Who a request is of, as Ray's proxy hands it to a router: pickled, for speed."""
+    """The routing key of a request as Ray's proxy passes it to a router: possibly pickled."""
     request = pickle.loads(argument) if isinstance(argument, bytes) else argument  # noqa: S301 - by Ray
     scope = getattr(request, "asgi_scope", None)
     return agent_key(scope["path"], scope["headers"]) if scope else None
 
 
 class Targets(Protocol):
-    """Of Ray's settings for autoscaling, what is asked."""
+    """The part of Ray's autoscaling configuration that `replicas_wanted` reads."""
 
     def get_target_ongoing_requests(self) -> float:
-        """How many requests a replica should have."""
+        """Return how many requests a replica should have at a time."""
 
 
 class Load(Protocol):
-    """What Ray's autoscaling tells of an application."""
+    """The part of Ray's autoscaling context that `replicas_wanted` reads."""
 
     total_num_requests: float
     aggregated_metrics: Mapping[str, Mapping[Any, float]]
@@ -189,17 +193,23 @@ class Load(Protocol):
 
 
 def replicas_wanted(load: Load) -> tuple[int, dict[str, Any]]:
-    """How many replicas the requests want, or the memory of their agents, whichever is more."""
+    """Ray's autoscaling policy: the replicas that the requests or the memory pressure require.
+
+    Returns the larger number of the two, and the policy's state, which is empty.
+    """
     by_queue = load.total_num_requests / load.config.get_target_ongoing_requests()
     pressures = (load.aggregated_metrics or {}).get("memory_pressure", {}).values()
     return max(math.ceil(by_queue), math.ceil(sum(pressures) / _HIGH_PRESSURE)), {}
 
 
 def build(options: Mapping[str, Any]) -> Any:
-    """Make the application of some settings: Ray's `import_path` is this function.
+    """Make the Ray Serve application; Ray's `import_path` names this function.
+
+    Args:
+        options: Settings of the replicas.
 
     Raises:
-        InvalidRequestError: they cannot be had by several servers.
+        InvalidRequestError: a setting is wrong, or the store is not shared.
     """
     from ray import serve
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
@@ -249,20 +259,20 @@ def _checked(settings: Settings) -> Settings:
 
 
 def _quiet(address: str | None) -> dict[str, Any]:
-    """How Ray is to start: of its own accord it brings a dashboard, and every replica's log."""
+    """Options of `ray.init` that turn off the dashboard and the logs of the replicas."""
     usual: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     return usual if address else {**usual, "include_dashboard": False}
 
 
 def run_cluster(settings: Settings) -> int:
-    """Run the application until a signal comes; returns the process's exit status.
+    """Run the application until a signal arrives; returns the process's exit status.
 
     Raises:
-        InvalidRequestError: the settings will not do, or Ray is not installed or not there.
+        InvalidRequestError: the store is not shared, or Ray is not installed or not reachable.
     """
     _checked(settings)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15 a busy machine starves them
+    os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15, other load starves it
     try:
         import ray
         from ray import serve
@@ -294,7 +304,7 @@ def run_cluster(settings: Settings) -> int:
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
-        serve.delete(NAME, _blocking=False)  # else it waits for a minute at most
+        serve.delete(NAME, _blocking=False)  # blocking waits at most a minute
         while NAME in serve.status().applications:
             time.sleep(_STOP_POLL_S)
     serve.shutdown()

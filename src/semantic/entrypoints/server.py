@@ -1,4 +1,4 @@
-"""The HTTP front: an app over a wired `Server`, and the process that serves it."""
+"""The HTTP application over a wired `Server`, and the process that serves it."""
 
 import asyncio
 import contextlib
@@ -22,6 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from semantic import __version__
 from semantic.adapters.config.settings import Settings
+from semantic.adapters.config.terminal import printable
 from semantic.adapters.inbound.admin.routes import AdminApi, wait_until_drained
 from semantic.adapters.inbound.agents.cache import CacheApi
 from semantic.adapters.inbound.agents.routes import IMPORT_PATH, AgentApi
@@ -57,26 +58,26 @@ from semantic.ports.inbound import ModelState
 
 _log = structlog.get_logger(__name__)
 
-# The device's thread gives the interpreter lock up at each tensor operation. At Python's default
-# of 5 ms it then waited for the HTTP side so long that eight streams lost 38 % of their speed; with
-# this they lose a few percent (benchmarks/bench_streams.py), so both live in one process.
+# The device thread releases the GIL at each tensor operation. With Python's default of 5 ms it
+# waited so long to get it back from the HTTP side that eight streams lost 38 % of their speed;
+# with this value they lose a few percent (benchmarks/bench_streams.py), so one process suffices.
 _SWITCH_INTERVAL_S = 0.00005
 _EXPOSED_HEADERS = (
     *("request-id", "x-request-id", "retry-after", "x-should-retry"),
     *(name for kind in LIMIT_KINDS for name in allowance_headers(Allowance(kind, 0, 0, 0.0))),
 )
 _MAX_HEADER_BYTES = 2**16  # all headers of a request together
-_CUT_S = 1  # in which requests end whose connection was cut
+_CUT_S = 1  # extra time for requests to end after their connection was cut
 
 
 def tune_process() -> None:
-    """Set this process up for a device's thread beside the HTTP side."""
+    """Tune the GIL switch interval and the allocator for a device thread beside HTTP."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     host_memory.share_arenas()
 
 
 def create_app(server: Server) -> FastAPI:
-    """Make the HTTP application; its lifespan starts and stops the device's thread."""
+    """Make the HTTP application; its lifespan starts and stops the device thread."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -115,7 +116,7 @@ def create_app(server: Server) -> FastAPI:
 
 
 def _problems(server: Server) -> list[str]:
-    """What is wrong, for probes; they are open to all, and details may name somebody's agent."""
+    """Problems to report to probes. These need no key, so only admins see details of tenants."""
     problems = server.problems()
     if problems and not current_principal().is_admin:
         return ["something is wrong; with an admin key this says what, and so does the log"]
@@ -123,11 +124,13 @@ def _problems(server: Server) -> list[str]:
 
 
 def _condition(server: Server) -> Condition:
-    return Condition(server.device.is_draining, server.pressure(), _problems(server))
+    pressure = server.pressure()
+    note = server.memory.note if current_principal().is_admin else ""
+    return Condition(server.device.is_draining, pressure, _problems(server), note)
 
 
 def _add_middleware(app: FastAPI, server: Server) -> None:
-    """Stand around the application what requests pass; the innermost is added first."""
+    """Wrap the application in its middleware; the innermost is added first."""
     settings = server.settings
     origins = settings.cors_origins or ()
     app.add_middleware(
@@ -137,8 +140,10 @@ def _add_middleware(app: FastAPI, server: Server) -> None:
     )
     app.add_middleware(Guard, access=server.access, limits=server.inference.limits)
     app.add_middleware(OriginCheck, origins=origins)
-    if not settings.allow_remote:
-        app.add_middleware(HostCheck)
+    # A remote address may have any host name, and it requires a key, which a DNS rebinding page
+    # does not have.
+    if settings.allowed_hosts or not settings.is_remote:
+        app.add_middleware(HostCheck, hosts=settings.allowed_hosts or ())
     app.add_middleware(HeadAsGet)
     app.add_middleware(CapacityCheck)
     app.add_middleware(AccessLog, is_body_logged=settings.log_prompts)
@@ -155,9 +160,9 @@ def _add_middleware(app: FastAPI, server: Server) -> None:
 
 
 class _HttpServer(uvicorn.Server):
-    """Stops in phases: refuses new work, lets replies end, then ends them and the connections.
+    """Stops in phases: refuses new requests, waits for replies, then ends replies and connections.
 
-    A second signal ends replies at once, and a second Ctrl-C after that cuts connections too.
+    A second signal ends replies at once. A Ctrl-C after the first signal also cuts connections.
     """
 
     def __init__(
@@ -169,13 +174,13 @@ class _HttpServer(uvicorn.Server):
         self._timeout_s = server.settings.shutdown_timeout_s
         self._is_stopping = False
         self._draining: asyncio.Task[None] | None = None
-        # A server that was started with nohup outlives its terminal.
+        # A server started with nohup must not stop when its terminal closes.
         ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._has_terminal = not ignores_hangup and _is_terminal_there()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals while serving; a clean stop is not reported as death by signal."""
+        """Handle signals while serving, without raising them again after a clean stop."""
         handled = (signal.SIGINT, signal.SIGTERM)
         before = {sig: signal.signal(sig, self.handle_exit) for sig in handled}
         before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self.handle_hangup)
@@ -186,7 +191,7 @@ class _HttpServer(uvicorn.Server):
                 signal.signal(sig, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop; further signals wait for less."""
+        """Begin to stop; see the class for what further signals do."""
         del frame
         if self.should_exit:
             if sig == signal.SIGINT:
@@ -201,22 +206,21 @@ class _HttpServer(uvicorn.Server):
             asyncio.get_running_loop().call_soon_threadsafe(self._wait_for_replies, sig)
 
     def _wait_for_replies(self, sig: int) -> None:
-        # Not in the signal's handler, which may interrupt the writing of another line.
+        # Not in the signal handler, which may interrupt another log call.
         _log.info("stopping", signal=signal.Signals(sig).name)
         self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Let replies end, though not for ever."""
         await wait_until_drained(self._server.device, self._timeout_s)
         self._end_replies()
 
     def _end_replies(self) -> None:
-        """End what still runs, and stop listening."""
+        """End running replies and stop listening."""
         self.should_exit = True
         self._server.request_stop()
 
     def handle_hangup(self, sig: int, frame: FrameType | None) -> None:
-        """Read keys, limits and the certificate again; stop if the terminal was closed."""
+        """Reload keys, limits and the certificate; stop instead if the terminal was closed."""
         if self._has_terminal and not _is_terminal_there():
             self.handle_exit(sig, frame)
             return
@@ -224,12 +228,12 @@ class _HttpServer(uvicorn.Server):
         loop.call_soon_threadsafe(loop.run_in_executor, None, self._on_reload)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for clients, though not for ever."""
+        """Shut down; cut the connections that are still open after `shutdown_timeout_s`."""
         asyncio.get_running_loop().call_later(self._timeout_s, self._hang_up)
         await super().shutdown(sockets)
 
     def _hang_up(self) -> None:
-        """Be rid of clients as if they had left; uvicorn would log each as a defect."""
+        """Abort open connections as if clients had left; uvicorn would log each as an error."""
         connections = list(self.server_state.connections)
         if connections:
             _log.warning("open connections are cut", connections=len(connections))
@@ -246,10 +250,10 @@ def _is_terminal_there() -> bool:
 
 
 def serve(server: Server) -> int:
-    """Listen, answer until a signal comes, and return the process's exit status.
+    """Serve until a signal arrives and return the process's exit status.
 
     Raises:
-        InvalidRequestError: the address cannot be listened on.
+        InvalidRequestError: the server cannot listen on the address.
         ModelSwapError: the model cannot be loaded.
     """
     tune_process()
@@ -263,7 +267,7 @@ def serve(server: Server) -> int:
 
 
 def _leave(status: int) -> None:
-    """End while the device's thread computes: unloaded beneath it, libraries would abort."""
+    """Exit without unloading libraries: the device thread still uses them and would abort."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -271,7 +275,7 @@ def _leave(status: int) -> None:
 
 
 def _close_memory(server: Server) -> None:
-    """Let the cache directory go; whoever comes second finds it done."""
+    """Release the cache directory; further calls do nothing."""
     if not server.memory.close(server.settings.shutdown_timeout_s):
         _log.warning("some blocks and turns could not be written before the server stopped")
     tracer, server.metrics.tracer = server.metrics.tracer, None
@@ -289,7 +293,7 @@ def _serve(server: Server) -> int:
         create_app(server),
         log_config=None,
         access_log=False,
-        loop="asyncio",  # the listener and the connections are made for it
+        loop="asyncio",  # `Listener` and `OpenConnections` require it
         http=connections.protocol(),
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         ws="none",
@@ -298,7 +302,7 @@ def _serve(server: Server) -> int:
         ssl_context_factory=(lambda *_: tls) if tls else None,
     )
     config.handshake_timeout_s = settings.read_timeout_s
-    sys.stdout.write(_banner(server, url))
+    sys.stdout.write(printable(_banner(server, url)))
     sys.stdout.flush()
     http = _HttpServer(config, server, lambda: _reload(server, tls))
     failures: list[str] = []
@@ -310,7 +314,7 @@ def _serve(server: Server) -> int:
 
 
 def _reload(server: Server, tls: ssl.SSLContext | None) -> None:
-    """Read keys, limits and the certificate again; what is in force stays if that fails."""
+    """Reload keys, limits and the certificate; if that fails, the old ones stay in force."""
     try:
         if tls is not None:
             _load_certificate(tls, server.settings)
@@ -325,7 +329,7 @@ def _reload(server: Server, tls: ssl.SSLContext | None) -> None:
 
 
 def _tls_context(settings: Settings) -> ssl.SSLContext | None:
-    """A server's side of TLS; None without a certificate."""
+    """The TLS context of the listener; None without a certificate."""
     if settings.tls_cert is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -335,17 +339,17 @@ def _tls_context(settings: Settings) -> ssl.SSLContext | None:
 
 
 def _load_certificate(context: ssl.SSLContext, settings: Settings) -> None:
-    """Read certificate and key; connections from now on use them.
+    """Load the certificate and its key into a context; new connections use them.
 
     Raises:
-        InvalidRequestError: they cannot be used.
+        InvalidRequestError: the files are unreadable, malformed or do not match.
     """
     certificate, key = settings.tls_cert, settings.tls_key
     assert certificate is not None and key is not None  # noqa: S101, PT018 - see the settings
     try:
-        # First into one that nobody uses: half a change would end all connections.
+        # Try them on an unused context first: a failure halfway would break the one in use.
         for place in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), context):
-            # No password is asked for on the terminal.
+            # The callback keeps OpenSSL from asking for a password on the terminal.
             place.load_cert_chain(certificate.expanduser(), key.expanduser(), lambda: b"")
     except (OSError, ValueError) as error:  # an SSLError is an OSError
         raise InvalidRequestError(
@@ -356,12 +360,11 @@ def _load_certificate(context: ssl.SSLContext, settings: Settings) -> None:
 
 
 class _HttpConfig(uvicorn.Config):
-    """uvicorn's, with an event loop that waits for TLS no longer than for a request."""
+    """A uvicorn config whose event loop limits the TLS handshake to `handshake_timeout_s`."""
 
     handshake_timeout_s = 60.0
 
     def get_loop_factory(self) -> Callable[[], asyncio.AbstractEventLoop]:
-        """Make the event loop."""
         timeout_s = self.handshake_timeout_s
 
         class Loop(asyncio.SelectorEventLoop):
@@ -420,7 +423,7 @@ def _banner(server: Server, url: str) -> str:
 
 
 def _announce(server: Server, http: uvicorn.Server, failures: list[str]) -> None:
-    """Say once that the model is ready, or stop the server if it never will be."""
+    """Print when the model is ready, or stop the server if it failed to load."""
     started = time.monotonic()
     while server.device.state is ModelState.LOADING:
         time.sleep(0.05)
@@ -428,8 +431,9 @@ def _announce(server: Server, http: uvicorn.Server, failures: list[str]) -> None
         elapsed = time.monotonic() - started
         current = server.models.current()
         how = f" ({current.compute.summary})" if current.compute else ""
-        with contextlib.suppress(BrokenPipeError):  # who read it has left
-            sys.stdout.write(f"\n  ready: {server.model_id} after {elapsed:.1f} s{how}\n\n")
+        with contextlib.suppress(BrokenPipeError):  # the reader of stdout has exited
+            ready = f"\n  ready: {server.model_id} after {elapsed:.1f} s{how}\n\n"
+            sys.stdout.write(printable(ready))
             sys.stdout.flush()
     elif server.device.state is ModelState.FAILED:
         failures.append(f"the model could not be loaded: {server.device.detail}")

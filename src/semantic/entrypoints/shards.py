@@ -1,52 +1,64 @@
-"""The processes that hold a model's shares: started here, or joining from other machines.
+"""The processes (ranks) that hold a model's shards, started here or on other machines.
 
-The server listens; each rank connects, proves that it knows the key, is told which share to load,
-finds the other ranks and then mirrors what the server says. A rank whose server is gone ends.
+The server listens. Each rank connects, proves that it knows the key, receives an `Order` for the
+shard to load, connects to the other ranks and then mirrors the server's backend calls. A rank exits
+when its connection to the server closes.
 """
 
 import contextlib
 import json
 import os
+import queue
 import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import structlog
 
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound.backends.sharded import ShardedBackend, mirror, share_of
 from semantic.domain.errors import BackendError, InvalidRequestError, SemanticError
-from semantic.domain.spec import ModelCacheSpec
+from semantic.domain.spec import Compute, ComputeHint, ModelCacheSpec
 from semantic.ports.backend import ModelBackendPort
+
+if TYPE_CHECKING:
+    import torch
 
 _log = structlog.get_logger(__name__)
 
 MakeShare: TypeAlias = Callable[[Path, ModelCacheSpec], ModelBackendPort]
 
 _KEY = "SEMANTIC_SHARD_KEY"
-_JOIN_S = 600.0  # how long ranks on other machines may take to come
+_JOIN_S = 600.0  # how long ranks on other machines may take to join
+_PROVE_S = 10.0  # how long a connection may take to prove that it knows the key
+_MAX_PROVING = 64
+_POLL_S, _TICK_S = 1.0, 0.05
 _STOP_S = 5.0
 _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a rank is told.
+    """The message that tells a rank what to load and how to reach the others.
 
     Attributes:
-        addresses: Of each rank, where the others find it: host and a free port.
-        spec: Of the rank's share.
-        options: Settings of the server that say how the model is run.
+        addresses: Host and free port of each rank, by rank.
+        directory: The model's files; the same path on every machine.
+        spec: The cache geometry of one rank's shard.
+        options: The server's settings for dtype, device, weights and threads.
+        hint: The dtype that earlier starts chose or stored blocks in.
     """
 
     rank: int
@@ -55,10 +67,11 @@ class Order:
     directory: str
     spec: ModelCacheSpec
     options: dict[str, Any]
+    hint: ComputeHint
 
     @property
     def num_ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return len(self.addresses)
 
 
@@ -66,18 +79,29 @@ class Order:
 
 
 def load_sharded(
-    directory: Path, spec: ModelCacheSpec, settings: Settings, backend: Literal["torch", "mlx"]
+    directory: Path,
+    spec: ModelCacheSpec,
+    settings: Settings,
+    backend: Literal["torch", "mlx"],
+    hint: ComputeHint | None = None,
 ) -> ShardedBackend:
-    """Load a model into as many processes as the settings say.
+    """Load a model, split over `settings.shards` processes.
+
+    Args:
+        directory: The model's files.
+        spec: The cache geometry of the whole model.
+        settings: The number of shards, and how to run the model.
+        backend: The library that runs the model.
+        hint: The dtype of earlier starts and stored blocks; all ranks use the same dtype.
 
     Raises:
-        InvalidRequestError: it cannot be divided so, or a rank could not load its share.
-        BackendError: a rank did not come, or ended.
+        InvalidRequestError: the model cannot be split that way, or a rank could not load its shard.
+        BackendError: a rank did not join, or exited.
     """
     share = share_of(spec, settings.shards)
     ranks = _Ranks(settings)
     try:
-        links = ranks.gather(directory, share, backend)
+        links = ranks.gather(directory, share, backend, hint or ComputeHint())
         return ShardedBackend(links, ranks.end)
     except BaseException:
         ranks.end()
@@ -93,19 +117,23 @@ class _Ranks:
         self._links: list[Connection] = []
 
     def gather(
-        self, directory: Path, share: ModelCacheSpec, backend: Literal["torch", "mlx"]
+        self,
+        directory: Path,
+        share: ModelCacheSpec,
+        backend: Literal["torch", "mlx"],
+        hint: ComputeHint,
     ) -> Sequence[Connection]:
-        """Start ranks or wait for them, and have each load its share.
+        """Start local ranks, wait until all have joined, and have each load its shard.
 
         Raises:
-            BackendError: one did not come, or ended.
-            InvalidRequestError: one could not load its share.
+            BackendError: a rank did not join, or exited.
+            InvalidRequestError: a rank could not load its shard.
         """
         settings = self._settings
         host, port = _address(settings.shard_listen) if settings.shard_listen else (_LOOPBACK, 0)
         key = settings.shard_key or secrets.token_hex()
-        with Listener((host, port), authkey=key.encode()) as listener:
-            port = _bound(listener).getsockname()[1]
+        with RankListener(host, port, key.encode()) as listener:
+            port = listener.port
             for number in range(1 if settings.shard_listen else settings.shards):
                 self._start(number, f"{host}:{port}", key)
             if settings.shard_listen:
@@ -116,13 +144,13 @@ class _Ranks:
         addresses = tuple(zip(hosts, _free_ports(len(hosts)), strict=True))
         options = settings.model_dump(include={"dtype", "device", "weights", "threads"})
         for rank, link in enumerate(self._links):
-            link.send(Order(rank, addresses, backend, str(directory), share, options))
+            link.send(Order(rank, addresses, backend, str(directory), share, options, hint))
         for link in self._links:
             self._await_loaded(link)
         return self._links
 
     def end(self) -> None:
-        """End every rank, whatever it is at."""
+        """Close all connections, which ends the ranks, and kill local ones after `_STOP_S`."""
         for link in self._links:
             link.close()
         deadline = time.monotonic() + _STOP_S
@@ -136,27 +164,21 @@ class _Ranks:
     def _start(self, number: int, address: str, key: str) -> None:
         environment = os.environ | {_KEY: key}
         if "CUDA_VISIBLE_DEVICES" not in environment:
-            environment["CUDA_VISIBLE_DEVICES"] = str(number)  # each its own
+            environment["CUDA_VISIBLE_DEVICES"] = str(number)  # one GPU per rank
         command = [sys.executable, "-m", __name__, address]
         self._processes.append(subprocess.Popen(command, env=environment))  # noqa: S603 - our own
 
-    def _accept(self, listener: Listener) -> str:
-        """Take the next rank that knows the key; returns its host."""
+    def _accept(self, listener: "RankListener") -> str:
+        """Accept the next rank that knows the key; returns its host."""
         deadline = time.monotonic() + _JOIN_S
-        _bound(listener).settimeout(1.0)
-        while True:
+        while time.monotonic() < deadline:
             if any(process.poll() is not None for process in self._processes):
                 raise BackendError("a shard's process ended before it joined; see its message")
-            try:
-                self._links.append(listener.accept())
-            except TimeoutError:
-                if time.monotonic() > deadline:
-                    raise BackendError(f"not all shards have joined in {_JOIN_S:g} s") from None
-            except (AuthenticationError, EOFError, OSError) as error:
-                _log.warning("a shard with a wrong key tried to join", error=str(error))
-            else:
-                last = listener.last_accepted
-                return str(last[0]) if isinstance(last, tuple) else _LOOPBACK
+            if (joined := listener.accept(_POLL_S)) is not None:
+                link, host = joined
+                self._links.append(link)
+                return host
+        raise BackendError(f"not all shards have joined in {_JOIN_S:g} s")
 
     def _await_loaded(self, link: Connection) -> None:
         try:
@@ -178,14 +200,79 @@ def _address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _bound(listener: Listener) -> socket.socket:
-    """The socket of a listener, which offers neither a timeout nor its port."""
-    inner: socket.socket = listener._listener._socket  # type: ignore[attr-defined]
-    return inner
+class RankListener:
+    """Accepts connections and authenticates each by the key, in a thread of its own.
+
+    A silent or slow connection therefore delays no other; it is closed after `patience_s`. Above
+    `_MAX_PROVING` unauthenticated connections, the oldest is closed.
+    """
+
+    def __init__(self, host: str, port: int, key: bytes, *, patience_s: float = _PROVE_S) -> None:
+        """Listen on an address; port 0 selects a free port."""
+        self._key, self._patience_s = key, patience_s
+        self._socket = socket.create_server((host, port))
+        self.port: int = self._socket.getsockname()[1]
+        self._proving: deque[tuple[socket.socket, float]] = deque()  # the oldest first
+        self._joined: queue.SimpleQueue[tuple[Connection, str]] = queue.SimpleQueue()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop listening and close all connections that `accept` has not returned."""
+        self._socket.close()
+        self._shut(0)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._joined.get_nowait()[0].close()
+
+    def accept(self, timeout_s: float) -> tuple[Connection, str] | None:
+        """Return the next authenticated connection and its host; None after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            self._take(min(left_s, _TICK_S))
+            self._shut(_MAX_PROVING)
+            with contextlib.suppress(queue.Empty):
+                return self._joined.get_nowait()
+        return None
+
+    def _take(self, timeout_s: float) -> None:
+        self._socket.settimeout(timeout_s)
+        with contextlib.suppress(OSError):  # a timeout, or the client closed the connection
+            accepted, address = self._socket.accept()
+            self._proving.append((accepted, time.monotonic() + self._patience_s))
+            prove = threading.Thread(
+                target=self._prove, args=(accepted, str(address[0])), daemon=True
+            )
+            prove.start()
+
+    def _shut(self, most: int) -> None:
+        """Close connections past their deadline, and the oldest until `most` are left."""
+        while self._proving and (
+            len(self._proving) > most or self._proving[0][1] < time.monotonic()
+        ):
+            late, _ = self._proving.popleft()
+            with contextlib.suppress(OSError):  # already closed
+                late.shutdown(socket.SHUT_RDWR)
+
+    def _prove(self, accepted: socket.socket, host: str) -> None:
+        with accepted:
+            link = Connection(os.dup(accepted.fileno()))
+            try:
+                deliver_challenge(link, self._key)
+                answer_challenge(link, self._key)
+            except (AuthenticationError, EOFError, OSError) as error:
+                _log.warning(
+                    "a connection that does not know shard_key was refused",
+                    host=host,
+                    error=str(error),
+                )
+                link.close()
+                return
+        self._joined.put((link, host))
 
 
 def _free_ports(number: int) -> list[int]:
-    """Ports that nobody listens on."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
         for each in sockets:
@@ -197,7 +284,12 @@ def _free_ports(number: int) -> list[int]:
 
 
 def join(address: str) -> int:
-    """Be a rank of the server that listens there; returns an exit status."""
+    """Run as a rank of the server at `address` (HOST:PORT); returns an exit status.
+
+    Raises:
+        InvalidRequestError: `SEMANTIC_SHARD_KEY` is missing or is not the server's key.
+        BackendError: no server accepts shards at the address.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends its ranks
     key = os.environ.get(_KEY, "")
     if not key:
@@ -211,7 +303,7 @@ def join(address: str) -> int:
         raise BackendError(f"no server takes shards at {address}: {error}") from None
     try:
         backend = _load_share(order)
-    except Exception as error:  # noqa: BLE001 - the server says it
+    except Exception as error:  # noqa: BLE001 - the server reports it
         known = isinstance(error, SemanticError)
         link.send(error if known else BackendError(f"{type(error).__name__}: {error}"))
         return 1
@@ -239,17 +331,35 @@ def _torch_share(order: Order, options: dict[str, Any]) -> MakeShare:
     from semantic.adapters.outbound.backends.torch.shares import Share
 
     host, port = order.addresses[0]
+    device = choose_device(options["device"])
     torch.distributed.init_process_group(
-        "nccl" if choose_device(options["device"]).type == "cuda" else "gloo",
+        "nccl" if device.type == "cuda" else "gloo",
         init_method=f"tcp://{host}:{port}",
         rank=order.rank,
         world_size=order.num_ranks,
     )
     num_threads = options.pop("threads")
     chosen = TorchOptions(
-        **options, num_threads=num_threads, share=Share(order.rank, order.num_ranks)
+        **options,
+        num_threads=num_threads,
+        share=Share(order.rank, order.num_ranks),
+        hint=_agreed_hint(order, device) if device.type == "cpu" else order.hint,
     )
     return lambda directory, spec: TorchBackend(directory, spec, chosen)
+
+
+def _agreed_hint(order: Order, device: "torch.device") -> ComputeHint:
+    """Broadcast rank 0's dtype: each rank would measure for itself, and results may differ."""
+    import torch
+
+    from semantic.adapters.outbound.backends.torch.loading import choose_dtype
+
+    chosen: list[Compute | None] = [None]
+    if order.rank == 0:
+        dtype, reason = choose_dtype(order.options["dtype"], device, order.hint)
+        chosen = [Compute(device.type, str(dtype).removeprefix("torch."), 0, "", reason)]
+    torch.distributed.broadcast_object_list(chosen, src=0)
+    return ComputeHint(chosen[0])
 
 
 def _mlx_share(order: Order, options: dict[str, Any]) -> MakeShare:

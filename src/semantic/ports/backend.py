@@ -1,6 +1,6 @@
-"""What the core asks of a model on a device: sequences, steps, and their state as payloads.
+"""Interface of a model on a device: sequences, steps, and their KV cache as payloads.
 
-And where models come from.
+Also the interface of model sources, which find and fetch models.
 """
 
 import enum
@@ -16,7 +16,10 @@ SequenceId = NewType("SequenceId", int)
 
 
 class LastSampled(enum.Enum):
-    """Stands for the token the device sampled last for a sequence."""
+    """Placeholder for the token that the device sampled last for a sequence.
+
+    It lets the engine launch the next step before the host knows the token.
+    """
 
     LAST_SAMPLED = enum.auto()
 
@@ -26,13 +29,13 @@ LAST_SAMPLED: Final = LastSampled.LAST_SAMPLED
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Ask for a token after a chunk.
+    """Request to sample a token after a chunk.
 
     Attributes:
-        params: How to choose; `params.seed` is set by now.
-        num_prompt: Tokens before this position are the prompt; penalties on generated tokens
-            count from here.
-        allowed: One bit a token id, little-endian within a byte; None allows every token.
+        params: Sampling parameters; `params.seed` is already set.
+        num_prompt: Number of prompt tokens; penalties on generated tokens count from this position.
+        allowed: Bit mask with one bit per token id, least significant bit first within a byte;
+            None allows every token.
     """
 
     params: SamplingParams
@@ -46,11 +49,11 @@ class Chunk:
 
     Attributes:
         start: Must equal the number of tokens the backend holds for the sequence.
-        draw: Sample after the last token, or None in the middle of a prompt.
-        draft: Guesses of what is drawn, at most `Traits.max_draft`; only with known tokens and a
-            draw. Those that prove right are held after the step, the first wrong one and what
-            follows it are not.
-        masks: As `Draw.allowed`, after each guess; none allow every token.
+        draw: How to sample after the last token; None in the middle of a prompt.
+        draft: Draft tokens, at most `Traits.max_draft`. Requires a `draw`, and `tokens` other than
+            `LAST_SAMPLED`. The sequence keeps the accepted ones after the step; the first
+            rejected one and all after it are dropped.
+        masks: `Draw.allowed` after each draft token; an empty tuple allows every token.
     """
 
     seq: SequenceId
@@ -62,12 +65,12 @@ class Chunk:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the chunk adds for certain."""
+        """Number of tokens the chunk adds, not counting draft tokens."""
         return 1 if self.tokens is LAST_SAMPLED else len(self.tokens)
 
     @property
     def draws(self) -> tuple[Draw, ...]:
-        """What is asked for after the last token, and after each guess."""
+        """The draws after the last token and after each draft token."""
         if self.draw is None:
             return ()
         masks = self.masks or (None,) * len(self.draft)
@@ -76,29 +79,29 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the device does at once: chunks of different sequences, in any mix of lengths."""
+    """One batch for the device: chunks of different sequences, in any mix of lengths."""
 
     chunks: tuple[Chunk, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all chunks."""
+        """Number of tokens in all chunks."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A row that asked for no token and got its state computed."""
+    """Result of a chunk without a draw: its KV cache is computed."""
 
     seq: SequenceId
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A row's token.
+    """Result of a chunk with a draw: the sampled token.
 
     Attributes:
-        accepted: The guesses before it that were drawn, too, in order.
+        accepted: The accepted draft tokens before it, in order.
     """
 
     seq: SequenceId
@@ -109,7 +112,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class RowFailed:
-    """A row the backend refused; its sequence is as it was before the step."""
+    """Result of a chunk the backend rejected; its sequence is as it was before the step."""
 
     seq: SequenceId
     reason: str
@@ -120,36 +123,36 @@ Row: TypeAlias = Computed | Sampled | RowFailed
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """One row for each chunk, in the step's order."""
+    """One row per chunk, in the order of the step's chunks."""
 
     rows: tuple[Row, ...]
 
 
 class Ticket(Protocol):
-    """Handle of work that was launched; each backend has its own kind."""
+    """Handle of launched work; each backend has its own type."""
 
 
 class PendingBytes(Protocol):
-    """Bytes that a device is still copying to host memory. Any thread may wait for them."""
+    """Bytes that a device is still copying to host memory. Thread-safe."""
 
     @property
     def nbytes(self) -> int:
-        """How many there will be."""
+        """Number of bytes that the copy will have."""
 
     def wait(self) -> memoryview:
-        """Wait for them.
+        """Wait for the copy and return its bytes.
 
         Raises:
-            CacheCorruptionError: the copy failed, and they never come.
+            CacheCorruptionError: the copy failed.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class HostBuffer:
-    """Named bytes in host memory, with the shape and dtype the backend gave them.
+    """Named bytes in host memory, with the shape and dtype set by the backend.
 
     Attributes:
-        source: The bytes, or who waits for them; read them by `data`.
+        source: The bytes, or the pending copy; use `data` to read them.
     """
 
     name: str
@@ -159,28 +162,30 @@ class HostBuffer:
 
     @property
     def data(self) -> bytes | bytearray | memoryview:
-        """The bytes, as soon as they are there.
+        """The bytes; waits for a pending copy.
 
         Raises:
-            CacheCorruptionError: they never come.
+            CacheCorruptionError: the copy failed.
         """
         source = self.source
         return source if isinstance(source, bytes | bytearray | memoryview) else source.wait()
 
     @property
     def nbytes(self) -> int:
-        """How many bytes there are, or will be."""
+        """Number of bytes, also of a pending copy."""
         source = self.source
         return len(source) if isinstance(source, bytes | bytearray) else source.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class KVPayload:
-    """One kind of layers' KV cache of positions ``[start, end)``, safe on any thread.
+    """KV cache of all layers of one kind at positions ``[start, end)``. Thread-safe.
 
     Attributes:
-        abi: The `Traits.kv_abi` of the backend that made it; others refuse it.
-        kind: FULL and WINDOW hold every position's keys and values; STATE is what was at `end`.
+        abi: The `Traits.kv_abi` of the backend that created it; a backend with another ABI
+            rejects it.
+        kind: FULL and WINDOW hold the keys and values of every position; STATE holds the recurrent
+            state at `end`.
     """
 
     abi: str
@@ -191,21 +196,23 @@ class KVPayload:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Total size of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What the engine must know of a backend.
+    """Properties of a backend that the engine depends on.
 
     Attributes:
-        pipeline_depth: 1 if a step may be launched before the one before it is collected.
-        kv_abi: Changes whenever payloads of this backend become unreadable to it.
-        state_bits: Of a number in the KV cache, as it is computed.
-        compute: None where nothing is computed.
-        max_draft: The most guesses of a chunk; 0 where layers cannot be cut back.
-        draft_end: Guesses must lie before this position: windows cannot be cut back further on.
+        pipeline_depth: 1 if a step may be launched before the previous one is collected.
+        kv_abi: Identifies the payload layout; changes whenever older payloads become unreadable.
+        state_bits: Bits per number in the KV cache on the device.
+        compute: How the model is computed; None for a backend that computes nothing.
+        max_draft: Maximum number of draft tokens per chunk; 0 if the model's layers cannot be
+            truncated.
+        draft_end: Draft tokens must lie before this position, since window layers cannot be
+            truncated beyond it.
     """
 
     pipeline_depth: Literal[0, 1]
@@ -218,7 +225,11 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of a device's own, in bytes, whoever uses it."""
+    """Dedicated memory of a device in bytes.
+
+    Attributes:
+        used: By all processes, if the device reports that; otherwise by this process.
+    """
 
     used: int
     total: int
@@ -227,8 +238,8 @@ class DeviceMemory:
 class ModelBackendPort(Protocol):
     """One loaded model on one device.
 
-    Made, called and shut down on the engine's thread only. Methods that raise leave every
-    sequence as it was.
+    Created, called and shut down only on the engine's thread, except where noted. A method that
+    raises leaves every sequence as it was, except where noted.
     """
 
     @property
@@ -237,114 +248,122 @@ class ModelBackendPort(Protocol):
 
     @property
     def traits(self) -> Traits:
-        """What the engine must know."""
+        """Properties that the engine depends on."""
 
     def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
-        """Begin a sequence with no state yet.
+        """Open a sequence with an empty KV cache.
 
         Args:
             seq: A new id.
-            tokens: The ids known so far; penalties need those of state that is loaded.
+            tokens: The token ids known so far. `load` brings KV cache without token ids, and
+                sampling penalties need the ids.
 
         Raises:
-            InvalidRequestError: a token id is out of the model's range.
-            ValueError: the id is open.
+            InvalidRequestError: a token id is outside the model's vocabulary.
+            ValueError: the sequence id is already open.
         """
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
-        """Bring a sequence to `end` with state from payloads; mutates it.
+        """Extend a sequence to `end` with KV cache from payloads.
 
-        FULL parts continue what is held, without a gap; the last one may reach past `end`. WINDOW
-        parts cover the `spec.window` positions before `end`, and the STATE part was taken there.
-        These two may come in a later call with the same `end`: a long restore is cut into calls
-        of FULL parts, and the sequence can go on once its other kinds have come too.
+        FULL parts continue the sequence without a gap; the last one may extend past `end`. WINDOW
+        parts cover the `spec.window` positions before `end`, and the STATE part holds the state at
+        `end`. WINDOW and STATE parts may follow in a later call with the same `end`: the engine
+        splits a long restore into several calls with FULL parts. The sequence can continue only
+        when all of its layer kinds are loaded.
 
         Raises:
-            CacheCorruptionError: another abi or geometry, a gap, or a kind that does not reach
+            CacheCorruptionError: another ABI or geometry, a gap, or a kind that does not reach
                 `end`; nothing is loaded.
+            BackendError: the device failed to copy; nothing is loaded.
             KeyError: the sequence is not open.
         """
 
     def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
-        """Open `dst` with the first `num_tokens` of `src`.
+        """Open `dst` with the KV cache of the first `num_tokens` tokens of `src`.
 
         Returns:
-            False, and nothing is opened, if this model's state cannot be cut there.
+            False if this model's KV cache cannot be truncated there; `dst` is not opened then.
         """
 
     def launch(self, step: Step) -> Ticket:
-        """Enqueue a step and do not wait; mutates the sequences it names.
+        """Enqueue a step without waiting for it; extends the sequences it names.
 
-        A chunk with bad tokens fails its row, not the step. Guesses are checked in the step itself:
-        one is right where the token drawn there is the guess, so that the tokens of a sequence are
-        the same with any draft. A backend may check fewer of them than it is given.
+        A chunk with invalid tokens fails its row, not the step. The step itself verifies draft
+        tokens: one is accepted if it equals the token sampled at its position, so that drafts never
+        change the tokens of a sequence. A backend may verify fewer draft tokens than it is given.
 
         Raises:
             BackendError: the whole step failed; its sequences must be reopened.
         """
 
     def collect(self, ticket: Ticket) -> StepOutput:
-        """Wait for a step; tickets are collected in the order they were launched.
+        """Wait for a step and return its results; steps must be collected in launch order.
 
         Raises:
             BackendError: the whole step failed; its sequences must be reopened.
         """
 
     def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Add tokens at `start`, the sequence's end, and sum their last hidden states; mutates it.
+        """Append tokens at `start`, the sequence's end; returns the sum of their hidden states.
 
-        Computes at once: a long text comes in pieces.
+        The hidden states are those of the last layer. Blocks until computed, so callers split a
+        long text into several calls.
 
         Raises:
-            InvalidRequestError: as a chunk's row would fail, or the model has no such states.
+            InvalidRequestError: the tokens are invalid, or the model exposes no hidden states.
             BackendError: the device failed.
         """
 
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
-        """Begin copying one kind of layers' state of ``[start, end)`` to the host.
+        """Start copying the KV cache of one layer kind at ``[start, end)`` to the host.
 
-        Of WINDOW layers at most the last `spec.window` positions are copied; STATE is taken at
-        `end`.
+        For WINDOW layers at most the last `spec.window` positions are copied; STATE is the state
+        at `end`.
 
         Raises:
-            ValueError: the range is not held (any more), or the model has no such layers.
+            ValueError: the sequence does not hold the range (any more), or the model has no such
+                layers.
         """
 
     def payload(self, ticket: Ticket) -> KVPayload:
-        """Finish a snapshot; the result may go to any thread, which may yet wait for its bytes."""
+        """Return the payload of a snapshot.
+
+        The payload is thread-safe; reading its bytes may still wait for the copy.
+        """
 
     def flush(self) -> None:
-        """Begin what was asked for and put off: the engine calls this after every step.
+        """Start deferred work, such as copies of snapshots; the engine calls this after each step.
 
-        Payloads may be waited for on other threads only after it.
+        Other threads may wait for the bytes of a payload only after this call.
         """
 
     def truncate(self, seq: SequenceId, num_tokens: int) -> int:
-        """Cut a sequence's state back; mutates it.
+        """Truncate a sequence to at most `num_tokens`.
 
         Returns:
-            The length reached, at most `num_tokens`: less where layers cannot be cut there.
+            The new length; less than `num_tokens` if the layers cannot be truncated there.
         """
 
     def close(self, seq: SequenceId) -> None:
-        """Drop a sequence; closing an unknown one does nothing."""
+        """Close a sequence and free its KV cache; does nothing for an unknown sequence."""
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """Bytes of working state that sequences of these lengths take together."""
+        """Return the bytes that sequences of these lengths would need together."""
 
     def memory(self) -> int:
-        """Bytes that the open sequences take on the device."""
+        """Return the bytes that the open sequences use on the device."""
 
     def device_memory(self) -> DeviceMemory | None:
-        """Read how full the device's own memory is; None if it cannot say. Any thread."""
+        """Return the usage of the device's memory; None if unknown. Thread-safe."""
 
     def shutdown(self) -> None:
-        """Drop every sequence and the model; the last call."""
+        """Free all sequences and the model; no call may follow."""
 
 
-# -- where models come from -----------------------------------------------------------------------
+# -- model sources --------------------------------------------------------------------------------
 
-# Is told, for people, what is being done.
+# Receives a human-readable description of the current step.
 OnProgress: TypeAlias = Callable[[str], None]
 
 
@@ -354,10 +373,10 @@ class ModelEntry:
 
     Attributes:
         id: The name requests use.
-        source: What finds its files: a name, a path, or a Hugging Face id.
-        family: The model type of its config; empty if it is not known yet.
-        num_bytes: Of its weights on disk; 0 if that is not known yet.
-        fits: Whether its weights fit this machine's memory; None if that is not known.
+        source: Where its files are: a name, a path, or a Hugging Face id.
+        family: The model type in its config; empty if unknown.
+        num_bytes: Size of its weights on disk; 0 if unknown.
+        fits: Whether its weights fit this machine's memory; None if unknown.
     """
 
     id: str
@@ -368,22 +387,25 @@ class ModelEntry:
 
 
 class ModelSourcePort(Protocol):
-    """Finds models. Safe on any thread; may read a disk, and `fetch` a network."""
+    """Finds and fetches models. Thread-safe; reads the disk, and `fetch` may use the network."""
 
     def entries(self) -> Sequence[ModelEntry]:
-        """The models on this machine; read anew now and then."""
+        """Return the models on this machine; the result may be cached for a short time."""
 
     def find(self, source: str) -> ModelEntry:
-        """A model on this machine, or one that can be fetched.
+        """Return a model that is on this machine or can be fetched.
 
         Raises:
-            ModelNotFoundError: there is none.
+            ModelNotFoundError: no such model exists.
         """
 
     def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:
-        """See that a model's files are here, whole as far as can be seen, and say what they are.
+        """Download a model's files if needed and check that they appear complete.
+
+        Returns:
+            The entry, completed with what the files tell: family, size, and whether it fits.
 
         Raises:
-            ModelNotFoundError: it cannot be had.
-            InvalidRequestError: it is there but cannot be used.
+            ModelNotFoundError: the model cannot be found or downloaded.
+            InvalidRequestError: the model's files cannot be used.
         """

@@ -1,4 +1,4 @@
-"""What protocol adapters ask of the core."""
+"""The interface that protocol adapters call: inference, and views of models and agents."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -16,15 +16,17 @@ from semantic.ports.backend import DeviceMemory
 
 @dataclass(frozen=True, slots=True)
 class PastTurn:
-    """A turn that is over.
+    """A finished turn.
 
     Attributes:
-        turn_id: For `AgentHint.previous_turn`.
-        messages: The whole conversation after it, without instructions for one request.
-        reply: What the model said in it.
-        model: Which model that was; empty if it is not known.
-        reason: Why the reply ended; None if it is not known.
-        is_whole: Whether `messages` are all; not if the text of a turn before it was removed.
+        turn_id: Id of the turn, for `AgentHint.previous_turn`.
+        messages: The whole conversation up to and including the turn, without instructions that
+            applied to one request only.
+        reply: The model's message in this turn.
+        created_at: In seconds since the epoch.
+        model: Id of the model that replied; empty if unknown.
+        reason: Why the reply ended; None if unknown.
+        is_whole: False if `messages` is incomplete because the text of an earlier turn was removed.
     """
 
     turn_id: str
@@ -38,25 +40,27 @@ class PastTurn:
 
 
 class Reply(Protocol):
-    """A reply in the making: an async iterator of events, on the event loop's thread.
+    """A running reply: an async iterator of events, for the event loop's thread.
 
-    The first event is `Started`; the last is `Finished` or `Failed`, exactly one of them.
+    The first event is `Started`; the last one is `Finished` or `Failed`, exactly one of them. A
+    reply that waits for its model begins with `ModelProgress` events instead, and has no `Started`
+    if it ends while waiting.
     """
 
     def __aiter__(self) -> AsyncIterator[Event]:
-        """Iterate once; a second iteration sees nothing new."""
+        """Iterate over the events; only the first iteration yields them."""
 
     def cancel(self) -> None:
-        """Stop computing, if it has not ended; idempotent, returns at once."""
+        """Stop the generation if it has not ended; idempotent, returns at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """Texts to be made vectors of.
+    """A request for embeddings of texts.
 
     Attributes:
-        inputs: Each a text, or its token ids.
-        dimensions: How many numbers of a vector are kept; None keeps all.
+        inputs: Texts, each as a string or as token ids.
+        dimensions: Number of leading dimensions to keep in each vector; None keeps all.
     """
 
     model: str
@@ -66,10 +70,10 @@ class EmbeddingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """A vector of length 1 for each text, in their order.
+    """Embeddings: one unit vector per text, in the order of the texts.
 
     Attributes:
-        num_tokens: Of all texts.
+        num_tokens: Number of tokens in all texts.
     """
 
     model: str
@@ -78,17 +82,17 @@ class Embeddings:
 
 
 class InferencePort(Protocol):
-    """Turns a conversation into a reply. Called on the event loop's thread."""
+    """Generates replies and embeddings. Called on the event loop's thread."""
 
     async def start(self, request: ChatRequest, principal: Principal) -> Reply:
         """Render, tokenise, check and queue a request.
 
-        All refusals that can be known early are raised here, before a client sees a header.
+        Errors that can be detected early are raised here, before the response headers are sent.
 
         Raises:
-            InvalidRequestError: a field is wrong or unsupported.
-            ContextLengthError: it does not fit the model's context.
-            QuotaExceededError: its agent has had all it may have.
+            InvalidRequestError: a field is invalid or unsupported.
+            ContextLengthError: the prompt does not fit the model's context.
+            QuotaExceededError: the agent's quota is used up.
             ModelNotFoundError: the request names a model that is not served.
             ModelSwapError: the model is still loading, or failed to load.
             OverloadedError: the queue is full.
@@ -96,28 +100,28 @@ class InferencePort(Protocol):
         """
 
     async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:
-        """Count the tokens of the prompt that `start` would compute; queues nothing.
+        """Count the prompt tokens that `start` would use for the request; queues nothing.
 
         Raises:
-            InvalidRequestError: a part cannot be shown to the model.
+            InvalidRequestError: the model does not support a part of the conversation.
             ModelNotFoundError: the request names a model that is not served.
             ModelSwapError: the model is still loading, or failed to load.
         """
 
     async def embed(self, request: EmbeddingRequest, principal: Principal) -> Embeddings:
-        """Make vectors of texts; if it is cancelled, no more of them is computed.
+        """Compute embeddings of texts; cancelling the call stops the computation.
 
         Raises:
-            InvalidRequestError: a text is empty or too long or has an unknown token, or there are
-                not so many dimensions.
+            InvalidRequestError: a text is empty, too long or has an unknown token, or `dimensions`
+                exceeds the model's dimensions.
             ModelNotFoundError: the request names a model that is not served.
             ModelSwapError: the model is still loading, or failed to load.
-            RateLimitedError: too much was asked.
-            GenerationTimeoutError: it took too long.
+            RateLimitedError: a rate limit is exceeded.
+            GenerationTimeoutError: the computation took too long.
         """
 
     async def decode(self, tokens: Sequence[int]) -> str:
-        """Write tokens out as text, special ones left out.
+        """Decode tokens to text, omitting special tokens.
 
         Raises:
             ModelSwapError: the model is still loading, or failed to load.
@@ -125,9 +129,9 @@ class InferencePort(Protocol):
 
 
 class ModelState(Enum):
-    """Where a model is on its way to answering.
+    """Lifecycle state of a model.
 
-    SWAPPING: its last requests end, and another takes its place. UNLOADED: the next request loads
+    SWAPPING: its last requests end, and another model replaces it. UNLOADED: the next request loads
     it again.
     """
 
@@ -143,17 +147,18 @@ class ModelState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """A model as clients and health checks see it.
+    """A model as shown to clients and health checks.
 
     Attributes:
         id: The name requests use.
-        detail: Loading step or reason of failure, for people.
-        max_context: The model's context length; 0 until it is loaded.
-        created_at: When it was asked for, in seconds since the epoch.
-        compute: How it is computed; None until it is loaded.
-        family: Its model type; empty if that is not known yet.
-        num_bytes: Of its weights on disk; 0 if that is not known yet.
-        fits: Whether its weights fit this machine's memory; None if that is not known.
+        backend: Name of the backend that runs it.
+        detail: Human-readable loading step, or reason of a failure.
+        max_context: The model's context length in tokens; 0 until it is loaded.
+        created_at: Start of the server, in seconds since the epoch.
+        compute: How the model is computed; None until it is loaded.
+        family: Its model type; empty if unknown.
+        num_bytes: Size of its weights on disk; 0 if unknown.
+        fits: Whether its weights fit this machine's memory; None if unknown.
     """
 
     id: str
@@ -170,12 +175,15 @@ class ModelStatus:
 
 @dataclass(frozen=True, slots=True)
 class StateView:
-    """Where an agent's KV cache is, in tokens and bytes.
+    """Location of an agent's KV cache, in tokens and bytes.
 
     Attributes:
-        tier: Where its next turn starts from.
-        num_tokens: Tokens whose state was kept when its latest turn ended.
-        block: The last block of it that is known.
+        tier: The tier that its next turn starts from.
+        num_tokens: Tokens whose KV cache was stored when its latest turn ended.
+        block: The last block that the next turn can reuse; None if there is none.
+        reusable_tokens: Tokens that the engine would not need to compute if the next turn came now.
+        note: Human-readable reason why the next turn cannot use the stored KV cache; empty if it
+            can.
     """
 
     tier: Tier = Tier.COLD
@@ -185,16 +193,18 @@ class StateView:
     memory_bytes: int = 0
     disk_bytes: int = 0
     block: BlockName | None = None
+    reusable_tokens: int = 0
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentView:
-    """An agent as clients see it.
+    """An agent as shown to clients.
 
     Attributes:
-        num_tokens: Tokens of its conversation.
-        is_busy: A turn of its own is running or waiting.
-        history: Its latest turns, the last first, as many as were asked for.
+        num_tokens: Number of tokens in its conversation.
+        is_busy: Whether a turn of the agent is running or waiting.
+        history: Ids of its latest turns, latest first, as many as requested.
     """
 
     agent: Agent
@@ -206,14 +216,16 @@ class AgentView:
 
 @dataclass(frozen=True, slots=True)
 class AgentQuery:
-    """Which agents are wanted, and in which order.
+    """Filter, order and page of a list of agents.
 
     Attributes:
         sort: A field of `Agent`: last_used, created_at, num_turns or id.
-        after: The cursor that the page before gave.
-        labels: All of them must be there.
-        id_prefix: What ids begin with.
-        num_history: So many of each agent's latest turns are named.
+        limit: Maximum number of agents on the page.
+        after: The cursor of the previous page; None for the first page.
+        labels: Labels that an agent must all have.
+        id_prefix: Prefix that an agent's id must have.
+        is_pinned: Restricts the list to pinned or unpinned agents; None lists both.
+        num_history: Number of turn ids to return in each agent's `history`.
     """
 
     sort: str = "last_used"
@@ -228,11 +240,11 @@ class AgentQuery:
 
 @dataclass(frozen=True, slots=True)
 class AgentPage:
-    """Some of the agents that match.
+    """One page of matching agents.
 
     Attributes:
-        num_matching: All that match, on this page or not.
-        cursor: Asks for the next page; None on the last one.
+        num_matching: Number of matching agents on all pages.
+        cursor: Cursor for the next page; None on the last page.
     """
 
     agents: tuple[AgentView, ...]
@@ -242,7 +254,7 @@ class AgentPage:
 
 @dataclass(frozen=True, slots=True)
 class NewTurn:
-    """What a client adds to the conversation of an agent, and how the reply is to be made."""
+    """New messages in an agent's conversation, and the parameters of the reply."""
 
     messages: tuple[Message, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -254,14 +266,17 @@ class NewTurn:
 
 @dataclass(frozen=True, slots=True)
 class DivergenceView:
-    """Where a prompt left the conversation that was there, and the text on both sides.
+    """Where a prompt diverged from the agent's conversation, and the text around that position.
 
-    Instead of text whose model is not loaded, it is said that it is not.
+    If the model of a text is not loaded, a note replaces the text, since only that model's
+    tokenizer can decode it.
 
     Attributes:
-        before: The last text they share.
-        expected: What the conversation went on with.
-        actual: What the prompt went on with.
+        turn_id: The turn whose conversation the prompt diverged from.
+        index: Number of tokens that both have in common.
+        before: The end of the common text.
+        expected: How the conversation continues.
+        actual: How the prompt continues.
     """
 
     turn_id: str
@@ -273,20 +288,28 @@ class DivergenceView:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What an agent's latest turn cost and why, and what the next one starts from."""
+    """What a turn of an agent reused and why, and what the next turn starts from.
+
+    Attributes:
+        turn: The turn; None if the agent has none.
+        divergence: Where its prompt diverged from the conversation; None if it did not.
+        state: The KV cache that the agent's next turn can reuse.
+        note: Why the turn could not use the KV cache of the turn before it; empty if it could.
+    """
 
     turn: Turn | None
     divergence: DivergenceView | None
     state: StateView
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedAgent:
-    """An agent that came in as a file.
+    """An agent imported from a file.
 
     Attributes:
-        has_state: Its KV cache came with it; if not, the next turn computes it.
-        reason: Why that is so, for people.
+        has_state: Whether its KV cache was imported; if not, the next turn computes it.
+        reason: Human-readable reason for `has_state`.
     """
 
     agent: Agent
@@ -296,18 +319,19 @@ class ImportedAgent:
 
 @dataclass(frozen=True, slots=True)
 class CacheOverview:
-    """The cache as dashboards see it; sizes are in bytes.
+    """Statistics of the KV cache, for dashboards; sizes are in bytes.
 
     Attributes:
-        memory_working: Taken by sequences that are open, and by what is being read.
-        disk_other: Of the budget, what the ledger and its backup take.
-        tiers: How many agents start from which tier.
-        logical_bytes: What agents would take if they shared nothing.
-        unique_bytes: What they do take.
-        num_replies: Replies since the start, whose prompts came from where `reuse` says.
-        num_live: Requests that wait or run.
-        problem: Why nothing can be written, for people; empty while all is well.
-        device: Memory of the device's own, if it says.
+        memory_working: Used by open sequences and by parts that are being read.
+        disk_other: Share of the budget used by the ledger and its backup.
+        tiers: Number of agents whose next turn starts from each tier.
+        logical_bytes: Size of all agents' KV cache if they shared no blocks.
+        unique_bytes: Actual size, with shared blocks counted once.
+        num_replies: Finished replies since the start of the server.
+        reuse: Where the prompt tokens of these replies came from.
+        num_live: Number of waiting and running requests.
+        problem: Human-readable reason why nothing can be written; empty if there is no problem.
+        device: Memory of the device; None if unknown.
     """
 
     memory_budget: int
@@ -334,7 +358,7 @@ class CacheOverview:
 
 @dataclass(frozen=True, slots=True)
 class CheckProgress:
-    """How far a check of all files has come."""
+    """Progress of a check of all block files."""
 
     num_checked: int
     num_total: int

@@ -1,8 +1,9 @@
-"""What the core asks of the disk: KV cache files, and a ledger of everything else.
+"""Interfaces of persistent storage: KV cache files, and a ledger of everything else.
 
-Both belong to one directory and to one process. The KV cache may be lost at any time without
-harm; the ledger's agents and turns may not. A ledger that several processes share leases agents to
-them: heads move only from where the writer saw them, and not by one whose lease was taken over.
+Both belong to one directory and one process. The KV cache may be lost at any time without harm,
+since it can be recomputed; the agents and turns of the ledger must not be lost. A ledger shared by
+several processes leases agents to them. It moves an agent's head only if the head is still where
+the writer read it, and only if the writer's lease was not taken over.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,71 +13,74 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from semantic.domain.agents import Agent, Pointer, Turn
-from semantic.domain.blocks import BlockName, BlockPart, PartKey
+from semantic.domain.blocks import BlockName, BlockOrigin, BlockPart, PartKey
 from semantic.ports.backend import KVPayload
 
 
 class BlockFilesPort(Protocol):
-    """Payloads in files, one for each part of a block. Safe on any thread."""
+    """Stores payloads in files, one per part of a block. Thread-safe."""
 
     def write(self, part: BlockPart, payload: KVPayload, *, is_synced: bool) -> BlockPart:
-        """Write a payload whole or not at all; returns the part with its size.
+        """Write a payload atomically; returns the part with its size.
 
-        With `is_synced` it comes back only when the file would survive a power failure.
+        With `is_synced` it returns only when the file would survive a power failure.
 
         Raises:
-            CachePersistenceError: it cannot be written: no space, no permission.
+            CachePersistenceError: the file cannot be written, e.g. no space or no permission.
         """
 
     def read(self, part: BlockPart) -> KVPayload:
         """Read a payload and check it.
 
         Raises:
-            CacheCorruptionError: the file is missing, damaged, or not what `part` says.
+            CacheCorruptionError: the file is missing, damaged, or does not match `part`.
         """
 
     def content(self, part: BlockPart) -> memoryview:
-        """Read the bytes of a file as they are.
+        """Read the raw bytes of a file.
 
         Raises:
-            CacheCorruptionError: the file is missing, or not of the size that `part` says.
+            CacheCorruptionError: the file is missing, or its size differs from that in `part`.
         """
 
     def parse(self, part: BlockPart, content: memoryview) -> KVPayload:
-        """Make a payload of the bytes of a file, and check it.
+        """Parse the raw bytes of a file to a payload, and check it.
 
         Raises:
-            CacheCorruptionError: they are damaged, or not what `part` says.
+            CacheCorruptionError: the bytes are damaged, or do not match `part`.
         """
 
     def room_for(self, part: BlockPart) -> int:
-        """Say how many bytes of memory reading a part takes at most; does not look at the file."""
+        """Return the maximum memory, in bytes, that reading a part needs; does no I/O."""
 
     def delete(self, part: BlockPart) -> None:
-        """Remove a file; a missing one is ignored.
+        """Delete a file; a missing one is ignored.
 
         Raises:
-            CachePersistenceError: it is there and cannot be removed.
+            CachePersistenceError: the file exists and cannot be deleted.
         """
 
     def quarantine(self, part: BlockPart) -> None:
-        """Move a bad file to quarantine; a missing one is ignored.
+        """Move a damaged file to quarantine; a missing one is ignored.
 
         Raises:
-            CachePersistenceError: it is there and cannot be moved.
+            CachePersistenceError: the file exists and cannot be moved.
         """
 
     def empty_quarantine(self, *, before: float) -> int:
-        """Remove files that were quarantined up to a time; returns the bytes freed."""
+        """Delete files quarantined up to a time; returns the bytes freed."""
 
     def scan(self) -> Iterator[BlockPart]:
-        """Read what every file says of itself; moves what is not a whole part to quarantine."""
+        """Yield the part described in the header of every file; quarantines incomplete files."""
+
+    def origins(self) -> Sequence[BlockOrigin]:
+        """Return what computed the blocks of each root, those with the most files first."""
 
     def used_bytes(self) -> int:
-        """Bytes of everything in the directory: other models' files, quarantine, the ledger."""
+        """Return the size of the directory, with other models' files, quarantine and the ledger."""
 
     def other_bytes(self) -> int:
-        """Of these, bytes of what is neither block nor quarantine: the ledger and its backup."""
+        """Return the part of `used_bytes` taken by the ledger and its backup."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +93,12 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class LedgerState:
-    """What a server must know from the start.
+    """Content of the ledger that a server needs at its start.
 
     Attributes:
-        is_index_lost: Not all parts are known: `BlockFilesPort.scan` finds them. So
-            in a new ledger too, and at every start until a `MarkIndexWhole`.
-        problem: What was wrong with the ledger, for people; empty if nothing was.
+        is_index_lost: Whether `parts` may be incomplete, so that `BlockFilesPort.scan` must find
+            the parts. True for a new ledger, and at every start until a `MarkIndexWhole`.
+        problem: Human-readable description of damage to the ledger; empty if there is none.
     """
 
     tenants: tuple[Tenant, ...]
@@ -106,7 +110,7 @@ class LedgerState:
 
 @dataclass(frozen=True, slots=True)
 class PutTenant:
-    """Add a tenant, unless there is one of its name: its salt stays."""
+    """Add a tenant. If it exists, nothing changes: its salt stays."""
 
     tenant: Tenant
 
@@ -120,12 +124,13 @@ class PutAgent:
 
 @dataclass(frozen=True, slots=True)
 class AdvanceHead:
-    """Replace an agent if it is as the writer saw it; else all changes fail with `ConflictError`.
+    """Replace an agent if its head has not moved; else all changes fail with `ConflictError`.
 
     Attributes:
-        before: What it was: its head must still be there. None adds an agent that is not there.
-        epoch: Of the writer's lease, which must not be another's by now, and ends with this
-            change; None needs no lease.
+        before: The agent as the writer read it, whose head must be unchanged. None adds an agent
+            that must not exist.
+        epoch: Epoch of the writer's lease. The lease must not be taken over, and ends with this
+            change. None requires no lease.
     """
 
     agent: Agent
@@ -135,7 +140,7 @@ class AdvanceHead:
 
 @dataclass(frozen=True, slots=True)
 class DropAgent:
-    """Remove an agent; its turns go when no agent reaches them."""
+    """Delete an agent; garbage collection deletes its turns if no other agent reaches them."""
 
     tenant: str
     agent_id: str
@@ -151,14 +156,14 @@ class PutTurn:
 
 @dataclass(frozen=True, slots=True)
 class MarkDurable:
-    """Note that a turn's KV cache is on disk."""
+    """Record that a turn's KV cache is on disk."""
 
     turn_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Repoint:
-    """Let every turn that points at `old` point into `new`, which begins with its tokens."""
+    """Repoint every turn from block `old` to `new`, whose tokens begin with those of `old`."""
 
     old: BlockName
     new: BlockName
@@ -166,21 +171,21 @@ class Repoint:
 
 @dataclass(frozen=True, slots=True)
 class PutPart:
-    """Note a file that is in its place."""
+    """Add a written file to the index."""
 
     part: BlockPart
 
 
 @dataclass(frozen=True, slots=True)
 class DropPart:
-    """Note that a file is gone."""
+    """Remove a deleted file from the index."""
 
     key: PartKey
 
 
 @dataclass(frozen=True, slots=True)
 class TouchParts:
-    """Note when parts were last used."""
+    """Record when parts were last used."""
 
     keys: tuple[PartKey, ...]
     at: float
@@ -188,12 +193,12 @@ class TouchParts:
 
 @dataclass(frozen=True, slots=True)
 class MarkIndexWhole:
-    """Note that every file is in the index again; see `LedgerState.is_index_lost`."""
+    """Record that the index contains every file again; see `LedgerState.is_index_lost`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PutReplay:
-    """Keep the token ids of a reply under its key, per tenant."""
+    """Store the token ids of a reply under a key of the tenant."""
 
     tenant: str
     key: bytes
@@ -215,179 +220,214 @@ LedgerChange: TypeAlias = (
     | MarkIndexWhole
     | PutReplay
 )
-# Makes changes in order, behind the caller's back; the future tells when they are written.
+# Writes changes in order in the background; the future resolves when they are written.
 WriteChanges: TypeAlias = Callable[..., Future[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class TurnPlace:
-    """How long the conversation is after a turn, and where its KV cache ends."""
+    """Length of the conversation after a turn in tokens, and where its KV cache ends."""
 
     num_tokens: int
     pointer: Pointer | None
 
 
 class LedgerPort(Protocol):
-    """Agents, turns, tenants, replays and the index of parts.
+    """Stores agents, turns, tenants, replays and the index of parts.
 
-    `apply` and `close` are called by one thread; the readings and `back_up` are safe on any.
-    Readings raise CachePersistenceError where the ledger cannot be read.
+    One thread calls `apply` and `close`; methods that read, and `back_up`, are thread-safe.
+    Methods that read raise CachePersistenceError if the ledger cannot be read.
     """
 
     def load(self) -> LedgerState:
-        """Read what is there; a damaged ledger is restored from its backup as far as it goes.
+        """Open the ledger and read its state.
+
+        A damaged ledger is restored from its backup as far as possible.
 
         Raises:
-            CachePersistenceError: it cannot be opened for writing, another program has it locked,
-                or a newer server wrote it. It is as it was.
+            CachePersistenceError: the ledger cannot be opened for writing, another program has
+                locked it, or a newer server wrote it. The ledger is unchanged.
         """
 
     def apply(self, changes: Sequence[LedgerChange], *, is_synced: bool) -> None:
-        """Make changes in their order, all or none of them.
+        """Write changes in order, in one transaction.
+
+        With `is_synced` it returns only when the changes would survive a power failure.
 
         Raises:
-            CachePersistenceError: they cannot be written now; trying again may help.
-            ConflictError: an agent is not what an `AdvanceHead` says it was.
-            ValueError: one of them cannot be stored at all, now or later.
+            CachePersistenceError: the changes cannot be written now; a retry may succeed.
+            ConflictError: an agent does not match the `before` of its `AdvanceHead`.
+            ValueError: a change can never be stored; a retry does not help.
         """
 
     def tenant(self, tenant_id: str) -> Tenant | None:
-        """Read a tenant."""
+        """Read a tenant; None if it does not exist."""
 
     def agent(self, tenant: str, agent_id: str) -> Agent | None:
-        """Read an agent."""
+        """Read an agent; None if it does not exist."""
 
     def agents(self, tenant: str) -> tuple[Agent, ...]:
         """Read all agents of a tenant."""
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
-        """Read one turn."""
+        """Read a turn; None if it does not exist."""
 
     def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
-        """Read where a turn ended, without what was said in it."""
+        """Read where a turn ended, without its messages and tokens; None if it does not exist."""
 
     def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
-        """Read the turns that led to `head`, the latest first, at most `limit`."""
+        """Read up to `limit` turns that lead to `head`, latest first."""
 
     def ancestry(self, tenant: str, head: str, *, until: str = "") -> tuple[str, ...]:
-        """Read the ids of the turns that led to `head`, the latest first, no further than `until`.
+        """Read the ids of the turns that lead to `head`, latest first, ending with `until`.
 
-        What was said in them is not read.
+        Messages and tokens are not read.
         """
 
     def pointers(self) -> tuple[Pointer, ...]:
-        """Where all turns that an agent reaches end; what these do not reach is garbage."""
+        """Return the pointers of all turns that agents reach.
+
+        Blocks that none of them reaches are garbage.
+        """
 
     def replay(self, tenant: str, key: bytes) -> tuple[int, ...] | None:
-        """Read the ids of a reply."""
+        """Read the token ids of a reply; None if the key is unknown."""
+
+    def stored_bytes(self, tenant: str) -> int:
+        """Return the bytes of all agents and turns of a tenant, reachable or not.
+
+        Reads all of the tenant's rows.
+        """
+
+    def size_of(self, *changes: PutAgent | PutTurn) -> int:
+        """Return the bytes that changes would add to `stored_bytes`; does no I/O."""
 
     def forget_unreachable(self, *, before: float, replays_before: float) -> int:
-        """Remove turns that no agent reaches, and replays, that are older; returns how many.
+        """Delete old turns that no agent reaches, and old replays; returns their number.
 
-        What a newer turn follows is kept.
+        The ancestors of a newer turn are kept.
+
+        Args:
+            before: Turns created before this time are old.
+            replays_before: Replays stored before this time are old.
 
         Raises:
-            CachePersistenceError: they cannot be removed now.
+            CachePersistenceError: the rows cannot be deleted now.
         """
 
     def back_up(self) -> None:
-        """Write a copy of agents, turns and tenants that survives damage to the ledger.
+        """Write a backup of agents, turns and tenants.
 
         Raises:
-            CachePersistenceError: it cannot be written, or the ledger is damaged; the copy before
-                is kept.
+            CachePersistenceError: the backup cannot be written, or the ledger is damaged; the
+                previous backup is kept.
         """
 
     def close(self) -> None:
-        """Write what is pending and let go; the last call."""
+        """Write pending changes and close the ledger; no call may follow."""
 
 
 class LeasePort(Protocol):
-    """Agents, each leased to one request at a time among all processes. Safe on any thread.
+    """Leases each agent to one request at a time, across all processes. Thread-safe.
 
-    An epoch names a lease, and the later one is the greater. All methods raise
-    CachePersistenceError where the ledger cannot be reached.
+    An epoch identifies a lease; a later lease of an agent has a greater epoch. All methods raise
+    CachePersistenceError if the ledger cannot be reached.
     """
 
     def acquire(self, tenant: str, agent_id: str, *, ttl_s: float) -> int | None:
-        """Lease an agent, which need not be there yet; returns the epoch, None if another has it.
+        """Acquire the lease of an agent; returns its epoch, None if another request holds it.
 
-        A lease that was neither renewed nor released for `ttl_s` may be taken over.
+        The agent need not exist yet. A lease that is neither renewed nor released for `ttl_s` may
+        be taken over.
         """
 
     def renew(self, tenant: str, agent_id: str, epoch: int, *, ttl_s: float) -> bool:
-        """Make a lease last on; False if it is over: released, or taken over."""
+        """Extend a lease by `ttl_s` from now; False if it was released or taken over."""
 
     def release(self, tenant: str, agent_id: str, epoch: int) -> None:
-        """End a lease; one that is over stays so."""
+        """Release a lease; does nothing if it was released or taken over."""
 
 
 class ObjectsPort(Protocol):
-    """Bytes of block parts where all servers find them. Safe on any thread.
+    """Object store for block parts, shared by all servers. Thread-safe.
 
-    Methods raise CachePersistenceError where the store does not answer.
+    Methods raise CachePersistenceError if the store does not respond.
     """
 
     def put(self, key: PartKey, content: memoryview) -> None:
-        """Write an object, unless it is there."""
+        """Write an object; does nothing if it exists."""
 
     def get(self, key: PartKey) -> memoryview:
         """Read an object.
 
         Raises:
-            CacheCorruptionError: there is none.
+            CacheCorruptionError: the object does not exist.
         """
 
     def delete(self, key: PartKey) -> None:
-        """Remove an object; a missing one is ignored."""
+        """Delete an object; a missing one is ignored."""
 
     def older_than(self, age_s: float) -> Iterator[list[PartKey]]:
-        """Name the objects that are older, by the store's own clock, many at a time."""
+        """Yield batches of keys of objects older than `age_s`, by the store's own clock."""
 
 
 class SharedPartsPort(Protocol):
-    """The index of what is in the object store. Safe on any thread; all times are its own.
+    """The index of parts in the object store, shared by all servers. Thread-safe.
 
-    A part is there, then dead, then deleted, then unknown; a dead one can be revived. Methods raise
-    CachePersistenceError where the index does not answer.
+    A part goes through the states live, dead, deleted and unknown. Dead: no agent reaches it, and
+    it can be revived. Deleted: its object is to be removed, and it cannot be added until its row is
+    removed too. Unknown: it has no row. All times are those of the index's own clock. Methods raise
+    CachePersistenceError if the index does not respond.
     """
 
     def revive(self, key: PartKey) -> bool | None:
-        """Say whether a part is there, and mark it as used: None if not, False if deleted."""
+        """Mark a live or dead part as live and used.
+
+        Returns:
+            True if it is live now, False if it is deleted, None if it is unknown.
+        """
 
     def add(self, part: BlockPart) -> bool:
-        """Note a part whose object is there; False if it is deleted."""
+        """Add a part whose object is stored, or revive it; False if it is deleted."""
 
     def follow(self, root: BlockName, tokens: bytes) -> list[BlockPart]:
-        """Find the parts of blocks that a prompt begins with, and mark them as used."""
+        """Return the parts of blocks that match a prefix of a prompt, and mark them as used.
+
+        A block whose first token matches is included, since a block may be used in part.
+        """
 
     def lose(self, key: PartKey) -> None:
-        """Delete a part whose object is missing or bad."""
+        """Mark a part as deleted because its object is missing or damaged."""
 
     def sole_collector(self) -> AbstractContextManager[bool]:
-        """Say whether nobody else collects while this lasts."""
+        """Try to acquire the lock of the garbage collection; yields whether this succeeded."""
 
     def mark(self, *, unused_s: float) -> None:
-        """Note what no agent reaches and nobody used for so long as dead; others live again."""
+        """Mark parts unused for `unused_s` as dead if no agent reaches them, else as live."""
 
     def condemn(self, *, grace_s: float) -> list[tuple[PartKey, int]]:
-        """Delete what was dead for so long; returns all whose objects must go, and their bytes."""
+        """Mark parts that were dead for `grace_s` as deleted.
+
+        Returns:
+            Keys and sizes of all deleted parts, whose objects the caller must remove. They include
+            parts that an interrupted collection left behind.
+        """
 
     def condemn_unknown(self, keys: Sequence[PartKey]) -> list[PartKey]:
-        """Delete those of the parts that are unknown; returns them."""
+        """Mark those of the parts that are unknown as deleted; returns them."""
 
     def forget(self, *, grace_s: float) -> None:
-        """No longer know what was deleted for so long."""
+        """Remove the rows of parts that were deleted for `grace_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportHead:
-    """What comes first in an agent's file.
+    """First item of an agent's file.
 
     Attributes:
-        model: The model's name, for people.
-        fingerprint: Tells the model that made tokens and KV cache from every other.
-        abi: How the KV cache is laid out.
+        model: The model's name, for display.
+        fingerprint: Identifies the model that computed the tokens and the KV cache.
+        abi: Layout of the KV cache; see `Traits.kv_abi`.
     """
 
     agent: Agent
@@ -398,7 +438,7 @@ class ExportHead:
 
 @dataclass(frozen=True, slots=True)
 class ExportPart:
-    """One part of a block on an agent's way."""
+    """One part of a block in an agent's file."""
 
     part: BlockPart
     payload: KVPayload
@@ -408,21 +448,21 @@ ExportItem: TypeAlias = ExportHead | Turn | ExportPart
 
 
 class AgentFilePort(Protocol):
-    """One agent as one file: its head, then turns and parts of blocks, each in order."""
+    """Reads and writes files with one agent: the head, then turns, then parts, each in order."""
 
     def write(self, items: Iterable[ExportItem]) -> Iterator[bytes]:
-        """Write a file, piece by piece."""
+        """Yield the content of a file in pieces."""
 
     def check(self, pieces: Iterable[bytes]) -> str:
-        """Read a file to its end; returns who signed it, empty if nobody who is trusted here.
+        """Read a file to its end and verify it; returns its signer, empty if it is not trusted.
 
         Raises:
-            InvalidRequestError: it is damaged, cut off, or no such file.
+            InvalidRequestError: the file is damaged, truncated, or of another type.
         """
 
     def read(self, pieces: Iterable[bytes], *, has_parts: bool) -> Iterator[ExportItem]:
-        """Read a file that was checked; its parts are skipped unless `has_parts`.
+        """Yield the items of a checked file, without its parts unless `has_parts`.
 
         Raises:
-            InvalidRequestError: something in it is not what it should be.
+            InvalidRequestError: an item is malformed.
         """

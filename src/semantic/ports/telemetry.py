@@ -1,7 +1,7 @@
-"""What is told to those who watch the server: counts, how long things take, each request's way.
+"""Telemetry of the server: counters, durations, and the timeline of each request.
 
-Counts are plain numbers that their owners add to where things happen; `/v1/cache`, the feed of
-events and `/metrics` all read these, so that they cannot disagree.
+Counters are plain numbers that the component concerned increments in place. `/v1/cache`, the event
+feed and `/metrics` all read the same counters, so that they cannot disagree.
 """
 
 import enum
@@ -15,22 +15,22 @@ from semantic.domain.events import PrefillProgress, Usage
 
 
 class EvictionReason(enum.Enum):
-    """Why state was dropped from memory or disk."""
+    """Why a part was evicted from memory or disk."""
 
-    BUDGET = "budget"  # others needed the room
-    QUOTA = "quota"  # the tenant's share was full
-    REQUEST = "request"  # somebody asked for it
-    UNUSED = "unused"  # nothing reaches it, or something longer has taken its place
+    BUDGET = "budget"  # the memory or disk budget was needed for other parts
+    QUOTA = "quota"  # the tenant's quota was full
+    REQUEST = "request"  # a client requested it
+    UNUSED = "unused"  # no agent reaches it, or a longer block replaced it
     CORRUPT = "corrupt"  # it could not be read or loaded
 
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What happened to blocks since the start; only ever grows. The store changes it.
+    """Counters of block operations since the start of the server. The store increments them.
 
     Attributes:
-        evictions: Parts that were dropped, by tier (`memory` or `disk`) and reason.
-        unwritten: How often a part could not be written.
+        unwritten: Number of failed writes of a part.
+        evictions: Evicted parts, by tier (`memory` or `disk`) and reason.
     """
 
     sealed: int = 0
@@ -44,7 +44,7 @@ class CacheCounts:
 
     @property
     def totals(self) -> dict[str, int]:
-        """The counts by name, as clients see them."""
+        """The counters by name, as shown to clients."""
         evicted = sum(n for (tier, _), n in self.evictions.copy().items() if tier == "memory")
         return {
             "sealed": self.sealed,
@@ -57,16 +57,16 @@ class CacheCounts:
 
 @dataclass(slots=True)
 class EngineCounts:
-    """What the device's thread did since the start; it changes them.
+    """Counters of the engine since the start of the server. The device thread increments them.
 
     Attributes:
-        prompt_tokens: Tokens of prompts that were computed.
-        generated_tokens: Tokens of replies.
-        drafted_tokens: Tokens of replies that were guessed, and checked by the model.
-        accepted_tokens: Of these, how many were right.
-        preemptions: How often a sequence had to give way.
-        hangs: How often the watchdog found the device hung.
-        swaps: How often a model was loaded, by result (`ok` or `failed`).
+        prompt_tokens: Computed prompt tokens.
+        generated_tokens: Generated tokens.
+        drafted_tokens: Draft tokens that the model verified.
+        accepted_tokens: Accepted draft tokens.
+        preemptions: Preempted sequences.
+        hangs: Number of times the watchdog found the device hung.
+        swaps: Number of model loads, by result (`ok` or `failed`).
     """
 
     prompt_tokens: int = 0
@@ -80,14 +80,15 @@ class EngineCounts:
 
 @dataclass(slots=True)
 class RequestCounts:
-    """What became of requests since the start; `TurnWatch` changes it.
+    """Counters of requests since the start of the server. `TurnWatch` increments them.
 
     Attributes:
-        outcomes: How they ended, by model: why the reply ended, `failed`, or `refused` at once.
-        failures: Those that failed or were refused, by kind of error.
-        replies: Replies that were finished.
-        hits: Of these, how many began with state that was known.
-        reuse: Where their prompts came from.
+        outcomes: Requests by model and outcome: why the reply ended, `failed`, or `refused` if the
+            request was rejected before it was queued.
+        failures: Failed and rejected requests, by kind of error.
+        replies: Finished replies.
+        hits: Finished replies that reused KV cache.
+        reuse: Where the prompt tokens of finished replies came from.
     """
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -99,7 +100,7 @@ class RequestCounts:
 
 @dataclass(slots=True)
 class Counts:
-    """All that is counted where it happens, for as long as the server runs."""
+    """All counters of the server."""
 
     cache: CacheCounts = field(default_factory=CacheCounts)
     engine: EngineCounts = field(default_factory=EngineCounts)
@@ -107,9 +108,9 @@ class Counts:
 
 
 class Measure(enum.Enum):
-    """What is measured each time it happens: a name, and what one measurement is."""
+    """Measured quantities; the comments give the unit of one observation."""
 
-    STEP = "step"  # seconds of a step
+    STEP = "step"  # seconds per step
     BATCH = "batch"  # sequences in a step
     TOKEN = "token"  # noqa: S105 - seconds between two tokens of a reply
     RESTORE = "restore"  # seconds to read a part from disk
@@ -119,24 +120,24 @@ class Measure(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class RequestTrace:
-    """When a request got where, in seconds of `time.monotonic`; None if it did not get there.
+    """Timeline of a request, in seconds of `time.monotonic`; None for stages not reached.
 
-    Whoever has the request writes its part: the service, then the engine, then the service.
+    Not locked: the service and the engine write in turn, each while it handles the request.
 
     Attributes:
-        received: A protocol handed it in.
-        queued: It was prepared, and waits for the device.
-        admitted: It was opened on the device, and what is known of it is being restored.
-        prefilled: Its first tokens were sent to be computed.
-        first_token: The reply began.
-        last_token: When the latest token came.
-        sealing: It ended, and what is left of its state is being kept.
-        sealed: That is done.
-        restored_bytes: How much was loaded from sealed blocks.
-        max_tokens: The most tokens its reply may have.
-        progress: How much of its prompt is there; None before anything is known of it.
-        num_generated: Tokens of the reply so far.
-        context: What a tracer keeps with it.
+        received: A protocol adapter submitted the request.
+        queued: The request is prepared and waits for the device.
+        admitted: Its sequence is open on the device, and the restore of reusable KV cache starts.
+        prefilled: Its first step was launched.
+        first_token: The first token of the reply was sampled.
+        last_token: The latest token of the reply was sampled.
+        sealing: Sealing of the KV cache after the last full block starts.
+        sealed: Sealing is complete.
+        restored_bytes: Bytes loaded from sealed blocks.
+        max_tokens: Maximum number of tokens of the reply.
+        progress: Progress of the prefill; None until the engine reports it.
+        num_generated: Number of tokens generated so far.
+        context: Data of the tracer.
     """
 
     received: float = field(default_factory=time.monotonic)
@@ -154,18 +155,18 @@ class RequestTrace:
     context: object = None
 
     def note_admitted(self) -> None:
-        """Note that it was opened; who was preempted did not wait for its turn again."""
+        """Record the admission; after a preemption the time of the first admission stays."""
         if self.admitted is None:
             self.admitted = time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
-    """How a request ended.
+    """Result of a request.
 
     Attributes:
         outcome: Why the reply ended, or `failed`.
-        problem: The kind of failure; empty without one.
+        problem: Kind of the error; empty if there was none.
     """
 
     outcome: str
@@ -175,30 +176,33 @@ class RequestEnd:
 
 
 class TelemetryPort(Protocol):
-    """Who is told. All methods may be called on any thread, return at once and never raise."""
+    """Sink for telemetry. All methods are thread-safe, return at once and never raise."""
 
     counts: Counts
 
     def observe(self, measure: Measure, value: float) -> None:
-        """Take a measurement."""
+        """Record one observation."""
 
     def begin(self, trace: RequestTrace, request_id: str, agent_id: str, model: str) -> None:
-        """Note that a request was queued; on the thread, and in the context, that handles it."""
+        """Record that a request was queued.
+
+        Call it on the thread, and in the `contextvars` context, that handles the request.
+        """
 
     def end(self, trace: RequestTrace, end: RequestEnd) -> None:
-        """Note that a request has its last event."""
+        """Record that a request ended."""
 
     def persisted(self, trace: RequestTrace, started: float) -> None:
-        """Note that the turn of a request, handed over at `started`, is written."""
+        """Record that the turn of a request, submitted for writing at `started`, is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """Metrics over time.
+    """Samples of metrics over time.
 
     Attributes:
-        at: When they were read, in seconds since the epoch.
-        series: The value of each metric at each of these times, by its name in `/metrics`.
+        at: Times of the samples, in seconds since the epoch.
+        series: Values of each metric at these times, by its name in `/metrics`.
     """
 
     at: list[float]
@@ -206,7 +210,7 @@ class Readings:
 
 
 class NoTelemetry:
-    """A `TelemetryPort` that counts, and tells nobody."""
+    """A `TelemetryPort` with counters, which discards everything else."""
 
     def __init__(self) -> None:
         self.counts = Counts()

@@ -1,4 +1,7 @@
-"""What the core asks of a tokenizer and a grammar: text to tokens, and which tokens may follow."""
+"""Interfaces of tokenizers and grammars.
+
+A tokenizer converts text to tokens; a grammar determines which tokens may follow in a reply.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +14,11 @@ from semantic.domain.reply_format import ReplyShape
 
 @dataclass(frozen=True, slots=True)
 class SpecialToken:
-    """A token that steers the model; only the chat template may write it.
+    """A control token of the model; only the chat template may produce it.
 
     Attributes:
-        strips_left: White space before it is part of it.
-        strips_right: White space after it is part of it.
+        strips_left: Whether the token absorbs white space before it.
+        strips_right: Whether the token absorbs white space after it.
     """
 
     id: int
@@ -25,11 +28,11 @@ class SpecialToken:
 
 
 class TokenizerPort(Protocol):
-    """Text to token ids and back. Immutable, safe on any thread."""
+    """Converts text to token ids and back. Immutable and thread-safe."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids are in ``[0, vocab_size)``."""
+        """Size of the vocabulary: ids are in ``[0, vocab_size)``."""
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -37,32 +40,33 @@ class TokenizerPort(Protocol):
 
     @property
     def special_ids(self) -> Mapping[str, int]:
-        """Texts that are single ids and no part of a reply's text, e.g. ``<|im_end|>``."""
+        """Texts that are single ids and never part of a reply's text, e.g. ``<|im_end|>``."""
 
     @property
     def chat_template(self) -> str | None:
-        """The template's source; None if the model has none."""
+        """Source of the model's chat template; None if it has none."""
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise; special tokens written in the text become their ids, none is added."""
+        """Tokenise text; special tokens spelled in the text become their ids, none is added."""
 
     @property
     def special_tokens(self) -> tuple[SpecialToken, ...]:
-        """The tokens that `encode` finds in a text and `encode_plain` never makes."""
+        """The tokens that `encode` recognises in text and `encode_plain` never produces."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Tokenise a whole prompt as `encode` does, begun as the model's texts begin."""
+        """Tokenise a whole prompt as `encode` does, prepending the model's BOS token if needed."""
 
     def encode_plain(self, text: str, *, is_start: bool = False) -> list[int]:
-        """Tokenise text as it is: no id of the result is special, whatever the text spells.
+        """Tokenise text literally: the result has no special ids, even if the text spells them.
 
         Args:
-            text: What stands between two special tokens.
-            is_start: Nothing comes before it; some vocabularies write a first word differently.
+            text: The text between two special tokens.
+            is_start: Whether nothing precedes the text; some vocabularies encode the first word
+                differently.
         """
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token contributes to the text; empty for special and unknown tokens."""
+        """Return the bytes of a token's text; empty for special and unknown tokens."""
 
     def render_chat(
         self,
@@ -76,41 +80,42 @@ class TokenizerPort(Protocol):
         """Apply the model's chat template.
 
         Args:
-            messages: In the shape templates expect: role, content, tool_calls, and so on.
-            tools: Function definitions, for templates that show them.
-            add_generation_prompt: End where a reply begins.
-            today: The date shown by templates that show one; None is the real one.
-            is_thinking: For templates that know the switch; None leaves it to them.
+            messages: In the format templates expect: role, content, tool_calls, and so on.
+            tools: Function definitions, for templates that include them.
+            add_generation_prompt: Whether to append the header of the assistant's reply.
+            today: The date, for templates that include one; None is the current date.
+            is_thinking: Thinking switch, for templates that have one; None is the template's
+                default.
 
         Raises:
-            InvalidRequestError: the template refuses the conversation, or there is none.
+            InvalidRequestError: the template rejects the conversation, or the model has none.
         """
 
 
 class TokenConstraint(Protocol):
-    """Which tokens one reply may go on with: a grammar's state. Used on the engine's thread."""
+    """Grammar state of one reply, which limits its next token. Used on the engine's thread."""
 
     def allowed(self) -> bytes | None:
-        """One bit a token id, as in `Draw.allowed`; None allows every token."""
+        """Return the bit mask of allowed tokens, as in `Draw.allowed`; None allows every token."""
 
     def accept(self, token: int) -> None:
-        """Advance by the token that was chosen; mutates."""
+        """Advance the state by a sampled token."""
 
     def copy(self) -> "TokenConstraint":
-        """Another that goes on from the same place, to look ahead with."""
+        """Return an independent copy of the state, for lookahead."""
 
 
 class GrammarPort(Protocol):
-    """Turns what a reply must look like into a constraint. Immutable, safe on any thread."""
+    """Compiles the required shape of a reply to a constraint. Immutable and thread-safe."""
 
     def constrain(self, shape: ReplyShape, max_tokens: int) -> TokenConstraint | None:
         """Compile a shape for one reply of at most `max_tokens`; None if nothing is enforced.
 
-        Near the end of the budget only tokens are allowed that lead to the reply's end, where a
-        short way there is known; else the budget cuts the reply.
+        Near the end of the token budget the constraint allows only tokens that complete the reply,
+        if it knows a short completion; otherwise the budget truncates the reply.
 
         Raises:
-            InvalidRequestError: a schema or pattern cannot be enforced, or takes too much to
-                compile (it says where), or no such tool is offered.
-            OverloadedError: too much is being compiled.
+            InvalidRequestError: a schema or pattern cannot be enforced or is too expensive to
+                compile (the message names the place), or a required tool is not offered.
+            OverloadedError: too many compilations are in progress.
         """

@@ -19,10 +19,12 @@ def agents_of(
     ledger: LedgerPort | None = None,
     write: WriteChanges | None = None,
     now: Callable[[], float] = time.time,
+    settle_s: float | None = None,
 ) -> AgentLedger:
     """The agents of a ledger, a new one in memory if none is named."""
     ledger = ledger or SqliteLedger.in_memory()
-    return AgentLedger(ledger, ledger.load(), write or write_at_once(ledger), now)
+    write = write or write_at_once(ledger)
+    return AgentLedger(ledger, ledger.load(), write, now, settle_s=settle_s)
 
 
 def exchange_of(
@@ -70,11 +72,34 @@ class LateWriter:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a caller waits for all changes so far: the last entry changes nothing."""
+        return bool(self._waiting) and not self._waiting[-1][0]
+
     def write(self, count: int | None = None) -> None:
         due, self._waiting = self._waiting[:count], self._waiting[len(self._waiting[:count]) :]
         for changes, done in due:
             self._ledger.apply(changes, is_synced=False)
             done.set_result(None)
+
+
+class GatedWriter:
+    """Writes on the caller's thread, as a shared ledger does: a `held` change waits for the gate.
+
+    Block pointers, which move on the device thread, are written at once.
+    """
+
+    def __init__(self, ledger: SqliteLedger, held: type[LedgerChange]) -> None:
+        self._write = write_at_once(ledger)
+        self._held = held
+        self.gate, self.is_writing = threading.Event(), threading.Event()
+
+    def __call__(self, *changes: LedgerChange) -> Future[None]:
+        if any(isinstance(change, self._held) for change in changes):
+            self.is_writing.set()
+            assert self.gate.wait(60)
+        return self._write(*changes)
 
 
 class GatedLedger(SqliteLedger):

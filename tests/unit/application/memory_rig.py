@@ -3,6 +3,7 @@
 import hashlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.application.engine.restore import Restore
 from semantic.domain.agents import LOCAL_TENANT, Pointer, Reuse, Turn
-from semantic.domain.blocks import BlockName, BlockPart, PartKey, block_end
+from semantic.domain.blocks import BlockName, BlockOrigin, BlockPart, PartKey, block_end
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, ModelCacheSpec
@@ -71,9 +72,11 @@ class MemoryFiles:
         self.gate.set()
         self.write_gate = threading.Event()
         self.write_gate.set()
+        self.write_begun = threading.Event()
 
     def write(self, part: BlockPart, payload: KVPayload, *, is_synced: bool) -> BlockPart:
         del is_synced
+        self.write_begun.set()
         assert self.write_gate.wait(60)
         if self.is_full:
             raise CachePersistenceError("No space left on device")
@@ -117,6 +120,10 @@ class MemoryFiles:
         for key, (part, _) in list(self.files.items()):
             if key not in self.bad:
                 yield part
+
+    def origins(self) -> list[BlockOrigin]:
+        numbers = Counter((part.root, payload.abi) for part, payload in self.files.values())
+        return [BlockOrigin(root, "", abi, "raw", n) for (root, abi), n in numbers.most_common()]
 
     def other_bytes(self) -> int:
         return self.other

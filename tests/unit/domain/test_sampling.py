@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import (
+    MAX_REPLY_TOKENS,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_TOP_LOGPROBS,
@@ -105,6 +106,8 @@ def test_penalties_make_a_choice_depend_on_the_past(params: SamplingParams, expe
     [
         (0, (), "max_tokens"),
         (-1, (), "max_tokens"),
+        (MAX_REPLY_TOKENS + 1, (), "max_tokens"),
+        (10**18, (), "max_tokens"),
         (None, ("",), "stop"),
         (None, ("END", ""), "stop"),
         (None, ("x",) * (MAX_STOP_STRINGS + 1), "stop"),
@@ -122,6 +125,7 @@ def test_stop_rules_that_make_no_sense(
 
 def test_stop_rules_at_their_limits() -> None:
     assert StopRules(max_tokens=1).max_tokens == 1
+    assert StopRules(max_tokens=MAX_REPLY_TOKENS).max_tokens == MAX_REPLY_TOKENS
     assert len(StopRules(strings=("x",) * MAX_STOP_STRINGS).strings) == MAX_STOP_STRINGS
     assert StopRules() == StopRules(None, (), frozenset(), ignore_eos=False)
 

@@ -1,6 +1,7 @@
 """What keeps agents, put together over a real directory."""
 
 import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,3 +43,14 @@ def test_what_was_found_at_the_start_is_not_kept_beside_the_store(tmp_path: Path
     known = [part for part in gc.get_objects() if type(part) is BlockPart]
     assert not [part for part in known if part.root == root]
     assert "7 block files" in memory.summary
+
+
+def test_a_model_that_is_dropped_leaves_memory(tmp_path: Path) -> None:
+    memory, backend = AgentMemory(make_settings(tmp_path)), FakeBackend()
+    model = LoadedModel("fake", backend, FakeTokenizer())
+    engine = memory.make_engine(model, EngineLimits(), lambda _: None, lambda: None)
+    left = weakref.ref(backend)
+    del engine, model, backend
+    gc.collect()
+    assert left() is None
+    assert memory.close(20)

@@ -1,7 +1,7 @@
-"""The key file: who may use the server, as `semantic keys` writes it and people edit it.
+"""The key file: API keys, tenants and limits, written by `semantic keys` and editable by hand.
 
-It is replaced as a whole, so that a server that reads it sees the old one or the new one. Secrets
-are not in it: only what can be compared with them.
+Each change replaces the whole file atomically, so that a server reads either the old or the new
+version. The file contains hashes of the secrets, not the secrets.
 """
 
 import contextlib
@@ -43,6 +43,8 @@ TenantName = Annotated[str, AfterValidator(_check_tenant)]
 Count = Annotated[int, Field(ge=1, le=2**53)]
 Digest = Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]
 _MB = 2**20
+# Kept in the home directory, because the key file may be elsewhere and its directory lost.
+MARKER_FILE = "keys-required"
 
 
 class _Entry(BaseModel):
@@ -50,18 +52,18 @@ class _Entry(BaseModel):
 
 
 class RateEntry(_Entry):
-    """A rate; what is left out has no limit."""
+    """A rate limit; a field that is left out has no limit."""
 
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
 
     def to_domain(self) -> Rate:
-        """The same as the core knows it."""
+        """Convert to the domain type."""
         return Rate(self.requests_per_minute, self.tokens_per_minute)
 
 
 class TenantEntry(_Entry):
-    """What a tenant may take up."""
+    """The limits and scheduling weight of a tenant."""
 
     weight: Annotated[float, Field(gt=0, le=MAX_WEIGHT)] = 1.0
     disk_quota_mb: Count | None = None
@@ -71,7 +73,7 @@ class TenantEntry(_Entry):
     agent: RateEntry = RateEntry()
 
     def to_domain(self) -> TenantPolicy:
-        """The same as the core knows it."""
+        """Convert to the domain type."""
         return TenantPolicy(
             weight=self.weight,
             disk_bytes=self.disk_quota_mb * _MB if self.disk_quota_mb else None,
@@ -83,7 +85,7 @@ class TenantEntry(_Entry):
 
 
 class KeyEntry(_Entry):
-    """A key that was given out."""
+    """An issued key."""
 
     id: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
     tenant: TenantName
@@ -95,7 +97,7 @@ class KeyEntry(_Entry):
     rate: RateEntry | None = None
 
     def to_domain(self) -> ApiKey:
-        """The same as the core knows it."""
+        """Convert to the domain type."""
         return ApiKey(
             id=self.id,
             tenant=self.tenant,
@@ -107,10 +109,10 @@ class KeyEntry(_Entry):
 
 
 class KeyFile(_Entry):
-    """The whole file.
+    """The content of a key file.
 
     Attributes:
-        limits: Of all requests together.
+        limits: The rate limit of all requests together.
     """
 
     version: Literal[1] = 1
@@ -119,7 +121,7 @@ class KeyFile(_Entry):
     keys: tuple[KeyEntry, ...] = ()
 
     def to_domain(self) -> KeyRing:
-        """The same as the core knows it."""
+        """Convert to the domain type."""
         return KeyRing(
             keys=tuple(key.to_domain() for key in self.keys),
             tenants={name: entry.to_domain() for name, entry in self.tenants.items()},
@@ -135,10 +137,10 @@ class KeyFile(_Entry):
         note: str = "",
         rate: RateEntry | None = None,
     ) -> tuple["KeyFile", KeyEntry, str]:
-        """Give a key out; returns the file with it, the key, and its secret, which is not kept.
+        """Issue a key; returns the new file, the key, and its secret, which is not stored.
 
         Raises:
-            InvalidRequestError: the tenant cannot be called that.
+            InvalidRequestError: the tenant's name is malformed.
         """
         check_agent_id(tenant, "tenant", "a tenant's name")
         secret = new_secret()
@@ -155,10 +157,10 @@ class KeyFile(_Entry):
         return self.model_copy(update={"keys": (*self.keys, key), "tenants": tenants}), key, secret
 
     def without_key(self, key_id: str) -> "KeyFile":
-        """Revoke a key; it stays in the list.
+        """Revoke a key; it stays in the list, marked as revoked.
 
         Raises:
-            InvalidRequestError: there is none of this id.
+            InvalidRequestError: no key has this id.
         """
         if key_id not in {key.id for key in self.keys}:
             raise InvalidRequestError(
@@ -175,18 +177,35 @@ def _now() -> datetime:
     return datetime.now(UTC).replace(microsecond=0)
 
 
-def load_key_ring(path: Path, api_key: str | None, admin_key: str | None) -> KeyRing:
-    """Read all keys there are: those of the file, and those of the settings.
+def load_key_ring(path: Path, marker: Path, api_key: str | None, admin_key: str | None) -> KeyRing:
+    """Read all keys: those of the key file and those of the settings.
 
     Args:
-        path: The file.
-        api_key: A key of the tenant `local`, or what is kept of one.
-        admin_key: The same, and an admin's.
+        path: The key file.
+        marker: A file that is created as soon as the key file has keys. From then on, a missing key
+            file is an error: without it, the server would be open to everyone.
+        api_key: A key of the tenant `local`, or its hash (`sha256:...`).
+        admin_key: The same for an admin key.
 
     Raises:
-        InvalidRequestError: the file cannot be used; says what is wrong with it.
+        InvalidRequestError: the file is missing or invalid; the message says why.
     """
-    ring = read_key_file(path).to_domain()
+    file = _read(path)
+    try:
+        if file is None and marker.exists():
+            raise InvalidRequestError(
+                f"the key file {path} is missing, but this server has had keys. Restore the file, "
+                "or make new keys with `semantic keys add`. To run without keys, delete "
+                f"{marker}: everybody who can reach the server can then use it.",
+                param="key_file",
+            )
+        if file is not None and file.keys and not marker.exists():
+            marker.touch(0o600)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{marker} cannot be read or made: {error.strerror}", param="home"
+        ) from error
+    ring = (file or KeyFile()).to_domain()
     own = tuple(
         ApiKey(f"settings.{name}", LOCAL_TENANT, _digest(secret), is_admin=name == "admin_key")
         for name, secret in (("api_key", api_key), ("admin_key", admin_key))
@@ -200,11 +219,15 @@ def _digest(secret: str) -> str:
 
 
 def read_key_file(path: Path) -> KeyFile:
-    """Read a key file; one that is not there has no keys.
+    """Read a key file; a missing file counts as one without keys.
 
     Raises:
-        InvalidRequestError: it cannot be used; says what is wrong with it.
+        InvalidRequestError: the file is invalid; the message says why.
     """
+    return _read(path) or KeyFile()
+
+
+def _read(path: Path) -> KeyFile | None:
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -214,7 +237,7 @@ def read_key_file(path: Path) -> KeyFile:
                 )
             content = file.read()
     except FileNotFoundError:
-        return KeyFile()
+        return None
     except OSError as error:
         raise InvalidRequestError(
             f"the key file {path} cannot be read: {error.strerror}", param="key_file"
@@ -230,15 +253,16 @@ def read_key_file(path: Path) -> KeyFile:
 
 
 def edit_key_file(path: Path, edit: Callable[[KeyFile], KeyFile]) -> None:
-    """Change a key file: whole or not at all, and one change after another.
+    """Change a key file atomically; a lock on its directory serializes changes.
 
     Raises:
-        InvalidRequestError: it cannot be read or written.
+        InvalidRequestError: the file cannot be read or written.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(path.parent):
+        with _locked(path.parent) as directory:
             _replace(path, edit(read_key_file(path)))
+            os.fsync(directory)  # so that the rename survives a power failure
     except OSError as error:
         raise InvalidRequestError(
             f"the key file {path} cannot be written: {error.strerror}", param="key_file"
@@ -246,18 +270,18 @@ def edit_key_file(path: Path, edit: Callable[[KeyFile], KeyFile]) -> None:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _locked(directory: Path) -> Iterator[int]:
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        yield handle
     finally:
         os.close(handle)
 
 
 def _replace(path: Path, content: KeyFile) -> None:
     text = json.dumps(content.model_dump(mode="json", exclude_none=True), indent=2) + "\n"
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")  # 0600
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")  # mode 0600
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)

@@ -1,6 +1,6 @@
-"""Log lines as events with fields: pretty on a terminal, JSON elsewhere and in the log file.
+"""Structured logging: readable lines on a terminal, JSON elsewhere and in the log file.
 
-Code logs through the standard library or structlog; both end up here.
+Both the standard library's loggers and structlog's use this configuration.
 """
 
 import logging
@@ -11,16 +11,21 @@ from pathlib import Path
 
 import structlog
 
+from semantic.adapters.config.terminal import keep_colours, printable_line
 from semantic.domain.errors import InvalidRequestError
+
+_LINES = ("exception", "stack")  # fields that may span several lines
+# Other traceback formats show local variables, which may hold prompts and keys.
+_RENDERER = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
 
 
 @dataclass(frozen=True, slots=True)
 class LogFiles:
-    """Where logs are kept, and how many of them.
+    """Location and rotation of the log files.
 
     Attributes:
-        max_bytes: A file that would grow larger is put aside, and a new one begun.
-        num_old: Files that were put aside and are kept; older ones are deleted.
+        max_bytes: The size at which the log file is rotated.
+        num_old: How many rotated files are kept; older ones are deleted.
     """
 
     directory: Path
@@ -29,10 +34,10 @@ class LogFiles:
 
 
 def configure_logging(level: str, log_format: str, files: LogFiles) -> None:
-    """Send all logs to stderr and to ``server.log``; replaces earlier handlers.
+    """Send all logs to stderr and to `server.log`; replaces earlier handlers.
 
     Raises:
-        InvalidRequestError: the directory cannot be written.
+        InvalidRequestError: the log directory cannot be written.
     """
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -71,12 +76,12 @@ def configure_logging(level: str, log_format: str, files: LogFiles) -> None:
     root.addHandler(stream)
     root.addHandler(file)
     set_log_level(level)
-    # uvicorn's own lines are said by the banner and by our access log.
+    # The banner and the access log already say what uvicorn logs at level info.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 def set_log_level(level: str) -> None:
-    """Log what is at least as grave from now on: debug, info, warning or error."""
+    """Set the least severe level to log: debug, info, warning or error."""
     logging.getLogger().setLevel(level.upper())
 
 
@@ -87,7 +92,22 @@ def _formatter(
         structlog.stdlib.ProcessorFormatter.remove_processors_meta
     ]
     if is_pretty:
-        processors.append(structlog.dev.ConsoleRenderer())
+        processors += [_printable_fields, _render_line]
     else:
         processors += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=processors)
+
+
+def _printable_fields(
+    _: object, __: str, fields: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Remove control characters and line breaks, so that fields cannot forge log lines."""
+    return {
+        name: printable_line(value) if isinstance(value, str) and name not in _LINES else value
+        for name, value in fields.items()
+    }
+
+
+def _render_line(logger: object, name: str, fields: structlog.typing.EventDict) -> str:
+    """Render an entry without control characters; further lines of a traceback are indented."""
+    return keep_colours(_RENDERER(logger, name, fields)).replace("\n", "\n  ")

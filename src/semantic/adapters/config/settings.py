@@ -1,6 +1,6 @@
-"""Every setting of the server, where it may come from, and what it may be.
+"""Every setting of the server, its sources and its bounds.
 
-From the strongest to the weakest: command line, environment (`SEMANTIC_*`), `.env`, the file
+Sources by precedence, highest first: command line, environment (`SEMANTIC_*`), `.env`, the file
 given by `--config`, `config/<environment>.toml`, `config/default.toml`, the defaults below.
 """
 
@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -30,14 +30,20 @@ from semantic.domain.errors import InvalidRequestError
 
 ENV_PREFIX = "SEMANTIC_"
 _ENVIRONMENT = "SEMANTIC_ENVIRONMENT"
-# The first chooses a file of settings; the other tells commands and examples where the server is.
+# Not settings: the first selects a settings file, the others are for commands that call a server.
 _NO_SETTINGS = (_ENVIRONMENT, "SEMANTIC_URL", "SEMANTIC_CLIENT_KEY")
 STARTER_MODEL = "smollm2-135m-instruct"
-_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s]+")
+_LISTED = {
+    "allowed_hosts": (re.compile(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]"), "a host name without a port"),
+    "cors_origins": (
+        re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+"),
+        "an origin such as https://a.example, or *",
+    ),
+}
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _LOCAL_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 
-# Two hexadecimal digits a byte; `semantic cache export-key` prints one.
+# 32 bytes in hexadecimal; `semantic cache export-key` prints one.
 ExportKey = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
@@ -49,6 +55,9 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     allow_remote: bool = Field(False, description="permit an address other machines can reach")
+    allowed_hosts: Annotated[tuple[str, ...] | None, NoDecode] = Field(
+        None, description="host names in requests to accept, besides localhost: those of a proxy"
+    )
     cors_origins: Annotated[tuple[str, ...] | None, NoDecode] = Field(
         None, description="web pages that may use the server, besides those of this machine"
     )
@@ -114,8 +123,10 @@ class Settings(BaseSettings):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     weights: Literal["auto", "full", "int8", "int4"] = Field(
-        "auto",
-        description="auto keeps quantised weights; full expands them; int8 and int4 quantise",
+        "auto", description="auto keeps quantised weights; full expands; int8 and int4 quantise"
+    )
+    native: Literal["auto", "off", "avx512vnni", "avxvnni", "avx2", "dotprod", "scalar"] = Field(
+        "auto", description="torch's kernels on a CPU; auto: the fastest it supports; off: none"
     )
     threads: int = Field(
         0,
@@ -125,10 +136,7 @@ class Settings(BaseSettings):
         "0: OMP_NUM_THREADS, else all",
     )
     shards: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="processes that each hold a share of the model, on devices of their own",
+        1, ge=1, le=64, description="processes that each hold a share of the model, on own devices"
     )
     shard_listen: str | None = Field(
         None, description="HOST:PORT where shards on other machines join with `semantic shard`"
@@ -137,8 +145,7 @@ class Settings(BaseSettings):
         None, repr=False, description="the secret that shards on other machines must know"
     )
     pinned_copies: bool = Field(
-        True,
-        description="CUDA: copy KV cache, and mlx's weights, through pinned host memory",
+        True, description="CUDA: copy KV cache, and mlx's weights, through pinned host memory"
     )
 
     home: Path = Field(Path("~/.semantic"), description="everything the server writes is in here")
@@ -183,13 +190,13 @@ class Settings(BaseSettings):
     )
     durability: Literal["none", "write_behind", "sync"] = Field(
         "write_behind",
-        description="none keeps nothing on disk; sync ends a reply when its turn is safe there",
+        description="none keeps nothing on disk; sync answers when a turn or change is there",
     )
     disk_budget_mb: int = Field(
         20480, ge=1, description="most that the cache directory may hold, other models' files too"
     )
     tenant_disk_quota_mb: int = Field(
-        0, ge=0, description="most that one tenant's KV cache of one model may take; 0: no limit"
+        0, ge=0, description="most for one tenant's agents, turns and KV cache; 0: no limit"
     )
     write_queue_mb: int = Field(
         512, ge=1, description="most that may wait to be written; the rest stays in memory, dirty"
@@ -272,21 +279,24 @@ class Settings(BaseSettings):
     @field_validator("kv_bits", mode="before")
     @classmethod
     def _read_number(cls, value: object) -> object:
-        # The environment and the command line know text alone.
+        # The environment and the command line provide text only.
         return int(value) if isinstance(value, str) and value.isdecimal() else value
 
-    @field_validator("cors_origins", "model_aliases", "model_dirs", mode="before")
+    @field_validator(*_LISTED, "model_aliases", "model_dirs", mode="before")
     @classmethod
     def _read_list(cls, value: object) -> object:
-        # The environment knows text alone: names with commas between them.
+        # The environment provides text only: a comma-separated list.
         return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
-    @field_validator("cors_origins")
+    @field_validator(*_LISTED)
     @classmethod
-    def _require_origins(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        for origin in value or ():
-            if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ValueError(f"{origin!r} is not an origin such as https://a.example, or *")
+    def _require_listed(
+        cls, value: tuple[str, ...] | None, info: ValidationInfo
+    ) -> tuple[str, ...] | None:
+        pattern, noun = _LISTED[info.field_name or ""]
+        for one in value or ():
+            if not pattern.fullmatch(one):
+                raise ValueError(f"{one!r} is not {noun}")
         return value
 
     @field_validator("api_key", "admin_key", "shard_key")
@@ -305,7 +315,7 @@ class Settings(BaseSettings):
     @field_validator("home", "cache_dir", mode="before")
     @classmethod
     def _require_name(cls, value: object) -> object:
-        # An empty name would be the directory the server was started in.
+        # An empty path would mean the current directory.
         if isinstance(value, str) and not value.strip():
             raise ValueError("it must name a directory")
         return value
@@ -352,7 +362,7 @@ class Settings(BaseSettings):
 
     @property
     def effective_key_file(self) -> Path:
-        """`key_file`, or its place under `home`."""
+        """`key_file`, or by default `keys.json` in `home`."""
         return self.key_file.expanduser() if self.key_file else self.home_dir / "keys.json"
 
     @property
@@ -362,12 +372,12 @@ class Settings(BaseSettings):
 
     @property
     def effective_cache_dir(self) -> Path:
-        """`cache_dir`, or its place under `home`."""
+        """`cache_dir`, or by default `cache` in `home`."""
         return self.cache_dir.expanduser() if self.cache_dir else self.home_dir / "cache"
 
     @property
     def export_key_file(self) -> Path:
-        """Where this installation's own export key is."""
+        """The file with the key that signs agents exported by this installation."""
         return self.home_dir / "export.key"
 
 
@@ -377,15 +387,15 @@ def load_settings(
     config: Path | None = None,
     config_dir: Path = Path("config"),
 ) -> Settings:
-    """Read settings from every source.
+    """Read settings from all sources.
 
     Args:
-        overrides: What the command line gave.
-        config: A TOML file the user named; it must exist.
-        config_dir: Where `default.toml` and `<environment>.toml` are looked for.
+        overrides: Settings from the command line.
+        config: A TOML file named by the user; it must exist.
+        config_dir: The directory of `default.toml` and `<environment>.toml`.
 
     Raises:
-        InvalidRequestError: a value is wrong, or a file is missing or unreadable; names it.
+        InvalidRequestError: a value is invalid, or a file is missing or unreadable; names it.
     """
     dotenv, in_dotenv = _read_dotenv()
     environment = os.environ.get(_ENVIRONMENT, in_dotenv)
@@ -415,7 +425,7 @@ def load_settings(
         return _Layered(**overrides or {})
     except ValidationError as error:
         raise _refusal(error.errors()[0], toml) from error
-    except SettingsError as error:  # a variable that should hold JSON
+    except SettingsError as error:  # a variable that must hold JSON
         raise InvalidRequestError(f"{error}: it must be JSON") from error
 
 
@@ -427,13 +437,13 @@ def _read_toml(file: Path) -> dict[str, Any]:
 
 
 def _read_dotenv() -> tuple[DotEnvSettingsSource, str | None]:
-    """Read `.env` once, as it may be a pipe: settings, and the environment chosen there."""
+    """Read settings and the selected environment from `.env`, once, since it may be a pipe."""
     try:
         dotenv = DotEnvSettingsSource(Settings, env_file=".env")
     except (OSError, ValueError) as error:
         raise InvalidRequestError(f".env cannot be read: {error}") from error
     found = dotenv.env_vars
-    # Other programs' variables may be in the same file.
+    # The file may hold variables of other programs.
     dotenv.env_vars = {
         name: value
         for name, value in found.items()
@@ -443,7 +453,7 @@ def _read_dotenv() -> tuple[DotEnvSettingsSource, str | None]:
 
 
 def misspelled(environment: Mapping[str, str]) -> list[str]:
-    """Say which variables look like settings and are none; other programs' may, so that is all."""
+    """Warn of variables that are no settings; no error, as other programs may use the prefix."""
     known = {*(f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields), *_NO_SETTINGS}
     return [
         f"unknown setting {name}, ignored{_nearest(name)}"
@@ -467,14 +477,14 @@ def _refusal(problem: ErrorDetails, toml: Mapping[Path, Mapping[str, Any]]) -> I
 
 
 def _is_from(values: Any, problem: ErrorDetails) -> bool:
-    """Whether a file gave the value that is wrong."""
+    """Whether the invalid value came from these values of a file."""
     for part in problem["loc"]:
         values = values.get(part) if isinstance(values, dict) else None
     return bool(problem["loc"]) and values is not None and values is problem["input"]
 
 
 def _nearest(name: str) -> str:
-    """Name the setting that is spelled most alike, if one is."""
+    """Suggest the setting with the most similar name, if there is one."""
     is_variable = name.upper().startswith(ENV_PREFIX)
     bare = name[len(ENV_PREFIX) :].lower() if is_variable else name
     for found in get_close_matches(bare, Settings.model_fields, n=1):

@@ -1,4 +1,4 @@
-"""What the bodies of all protocols have in common: their base, limits, builders, and numbers."""
+"""Base classes, limits and translation helpers that the request bodies of all protocols share."""
 
 import contextlib
 import re
@@ -19,9 +19,9 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.domain.events import Finished
 from semantic.domain.sampling import UNSET_SAMPLING, SamplingParams
 
-NO_LIMIT = -1  # clients of llama.cpp and vLLM write it for "none"
+NO_LIMIT = -1  # clients of llama.cpp and vLLM send it for "no limit"
 MAX_MESSAGES = 10_000
-MAX_ENTRIES = 1024  # in any list but those of messages and parts
+MAX_ENTRIES = 1024  # in any list other than messages and their parts
 _MAX_PARTS = 10_000  # in all messages together
 _T = TypeVar("_T")
 _SAMPLING = (
@@ -37,23 +37,26 @@ Durable: TypeAlias = Annotated[
 
 
 class Schema(BaseModel):
-    """Part of a vendor's request: unknown fields are ignored, values have the types JSON gives."""
+    """Base of a vendor's request schemas: ignores unknown fields and does not convert types."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
 def example(fields: dict[str, Any]) -> ConfigDict:
-    """Document a body with a call that works on the starter model."""
+    """Return a model config that documents a body with an example for the starter model."""
     return ConfigDict(
         json_schema_extra={"examples": [{"model": "smollm2-135m-instruct", **fields}]}
     )
 
 
 class VariantSchema(Schema):
-    """An entry of several types in one class, so that an error names the field that is wrong.
+    """One class for an entry of several types, so that an error names the invalid field.
+
+    A union of classes would report errors for every type that the entry could have.
 
     Attributes:
-        needed: The fields that each type, or role, must have. The type is the first field.
+        needed: The required fields of each type or role. The type or role must be the first field
+            of the class, because validators see only the fields before their own.
     """
 
     model_config = ConfigDict(validate_default=True)
@@ -70,7 +73,7 @@ class VariantSchema(Schema):
 
 
 class FunctionSchema(Schema):
-    """A function that the model may call, as OpenAI's clients describe it."""
+    """A function that the model may call, in OpenAI's format."""
 
     name: str | None = None
     description: str | None = None
@@ -78,7 +81,7 @@ class FunctionSchema(Schema):
     strict: bool | None = None
 
     def to_domain(self) -> ToolSpec:
-        """The function as a tool; whatever is absent is empty."""
+        """Translate to a tool; absent fields become empty."""
         return ToolSpec(
             self.name or "",
             self.description or "",
@@ -88,20 +91,21 @@ class FunctionSchema(Schema):
 
 
 class NamedTool(Protocol):
-    """The one tool that must be called."""
+    """A tool choice that names the one tool the model must call."""
 
     @property
     def name(self) -> str:
-        """Of the tool that must be called."""
+        """Name of the tool that the model must call."""
 
 
 def limit_entries(value: object, limit: int = MAX_ENTRIES) -> object:
-    """Refuse a list or object of too many entries.
+    """Refuse a list or object with too many entries.
 
-    Before they are looked at: a million complaints would keep everyone waiting.
+    This runs before the entries are validated: building a million validation errors would delay
+    all other requests.
 
     Raises:
-        ValueError: it has more.
+        ValueError: it has more than `limit` entries.
     """
     if isinstance(value, list | dict) and len(value) > limit:
         raise ValueError(f"at most {limit} entries are allowed, not {len(value)}")
@@ -112,10 +116,10 @@ Limited: TypeAlias = Annotated[_T, BeforeValidator(limit_entries)]
 
 
 def limit_parts(value: object, noun: str) -> object:
-    """Refuse messages with too many parts in all.
+    """Refuse messages with too many parts in total.
 
     Raises:
-        ValueError: there are more.
+        ValueError: the messages have more than `_MAX_PARTS` parts.
     """
     messages = value if isinstance(value, list) else []
     contents = (message.get("content") for message in messages if isinstance(message, dict))
@@ -126,7 +130,7 @@ def limit_parts(value: object, noun: str) -> object:
 
 
 def sampling_of(body: BaseModel, **more: object) -> SamplingParams:
-    """Translate how tokens are chosen; None stands for what a request does not give.
+    """Translate sampling parameters; None means that the request does not set one.
 
     Raises:
         InvalidRequestError: a value is out of its range.
@@ -139,12 +143,12 @@ def sampling_of(body: BaseModel, **more: object) -> SamplingParams:
 
 
 def reply_limit(max_tokens: int | None) -> int | None:
-    """Translate how long a reply may be; None is as long as the server permits."""
+    """Translate the maximum reply length; None means as long as the server permits."""
     return None if max_tokens == NO_LIMIT else max_tokens
 
 
 def tool_choice_of(choice: str | NamedTool | None, is_parallel: bool | None = None) -> ToolChoice:
-    """Translate which tools the model may call; None stands for what a request does not give."""
+    """Translate which tools the model may call; None means that the request does not say."""
     at_once = is_parallel is not False
     if choice is None or isinstance(choice, str):
         return ToolChoice(ToolMode(choice or "auto"), is_parallel=at_once)
@@ -152,7 +156,9 @@ def tool_choice_of(choice: str | NamedTool | None, is_parallel: bool | None = No
 
 
 def renumber(param: str, name: str, places: Sequence[int]) -> str:
-    """Write an index of a list of ours as the client's, which has more entries.
+    """Translate an index into our list to the index in the client's longer list.
+
+    `places` has the client's index of each of our entries.
 
     Example:
         >>> renumber("tools[0].parameters", "tools", [2])
@@ -164,11 +170,11 @@ def renumber(param: str, name: str, places: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def client_params(client_param: Callable[..., str | None], *about: object) -> Iterator[None]:
-    """Let refusals name fields as the client spelled them.
+    """Make errors name a field as the client does.
 
     Args:
-        client_param: Translates our name of a field.
-        about: What it has to know beside that.
+        client_param: Translates our name of a field to the client's.
+        about: Further arguments of `client_param`.
     """
     try:
         yield
@@ -178,16 +184,19 @@ def client_params(client_param: Callable[..., str | None], *about: object) -> It
 
 
 def refuse(is_given: object, param: str, why: str) -> None:
-    """Refuse a field that cannot be honoured.
+    """Raise an error about a field if `is_given` is true.
 
     Raises:
-        InvalidRequestError: it is given.
+        InvalidRequestError: `is_given` is true.
     """
     if is_given:
         raise InvalidRequestError(why, param=param)
 
 
 def durable_json(replies: Iterable[Finished]) -> dict[str, object]:
-    """Whether turns are safe on disk, where that was promised: a field of ours beside theirs."""
+    """Return the field `durable`, our extension of the vendors' objects.
+
+    It says whether all turns are on disk. The result is empty unless durability is `sync`.
+    """
     promised = [reply.is_durable for reply in replies if reply.is_durable is not None]
     return {"durable": all(promised)} if promised else {}

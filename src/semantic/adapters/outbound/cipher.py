@@ -1,7 +1,7 @@
-"""Encrypts what rests on disk: AES-256-GCM, with a key that is kept elsewhere.
+"""Encrypts data at rest with AES-256-GCM; the key is stored outside the cache directory.
 
-What is encrypted says so in its first bytes, is bound to its place, and cannot be changed
-unnoticed. It knows neither files nor rows.
+Ciphertext starts with a magic number, is bound to its location by the associated data, and is
+authenticated: decryption detects any change. This module knows neither files nor rows.
 """
 
 import os
@@ -15,23 +15,23 @@ from pathlib import Path
 from semantic.domain.errors import CacheCorruptionError, InvalidRequestError
 
 MAGIC = b"SEM\x01"
-OVERHEAD = len(MAGIC) + 12 + 16  # with nonce and tag
+OVERHEAD = len(MAGIC) + 12 + 16  # magic number, nonce and tag
 _NONCE_BYTES = 12
 _KEY = re.compile(rb"\s*([0-9a-fA-F]{64})\s*")
 _COMMAND_S = 60
 
 
 class Cipher:
-    """Seals and opens bytes. Safe on any thread."""
+    """Encrypts and decrypts bytes. Thread-safe."""
 
     def __init__(self, key: bytes) -> None:
-        """Prepare.
+        """Load the AES-GCM implementation.
 
         Args:
-            key: 32 bytes.
+            key: The AES-256 key, 32 bytes.
 
         Raises:
-            InvalidRequestError: the package that does it is not installed.
+            InvalidRequestError: the `cryptography` package is not installed.
         """
         try:
             from cryptography.exceptions import InvalidTag  # noqa: PLC0415 - an optional extra
@@ -46,15 +46,19 @@ class Cipher:
         self._invalid = InvalidTag
 
     def encrypt(self, content: bytes | memoryview, context: bytes) -> bytes:
-        """Encrypt; `context` says what it is, and has to be given again to open it."""
-        nonce = os.urandom(_NONCE_BYTES)  # of 96 bits: the same one twice is not to be expected
+        """Encrypt `content` and authenticate `context` with it.
+
+        `decrypt` needs the same `context`, which names the location that the content belongs to.
+        """
+        nonce = os.urandom(_NONCE_BYTES)  # 96 random bits: a repeated nonce is not expected
         return b"".join((MAGIC, nonce, self._gcm.encrypt(nonce, content, context)))
 
     def decrypt(self, encrypted: bytes | memoryview, context: bytes) -> bytes:
-        """Decrypt.
+        """Decrypt and authenticate the result of `encrypt`.
 
         Raises:
-            CacheCorruptionError: it was changed, belongs elsewhere, or has another key.
+            CacheCorruptionError: the content is not encrypted, was changed, belongs to another
+                `context`, or was encrypted with another key.
         """
         start = len(MAGIC) + _NONCE_BYTES
         if len(encrypted) < OVERHEAD or not is_encrypted(encrypted):
@@ -68,19 +72,19 @@ class Cipher:
 
 
 def is_encrypted(content: bytes | memoryview) -> bool:
-    """Whether bytes say that they are encrypted."""
+    """Whether content starts with the magic number of encrypted content."""
     return content[: len(MAGIC)] == MAGIC
 
 
 def load_cipher(key_file: Path | None, key_command: str | None) -> Cipher | None:
-    """Get the key, and what encrypts with it; None if nothing is to be encrypted.
+    """Load the encryption key; returns None if neither source is set, which disables encryption.
 
     Args:
-        key_file: Holds the key as 64 hexadecimal digits, and nobody else may read it.
-        key_command: Prints it, such as a keyring's; it is run without a shell.
+        key_file: A file with the key as 64 hexadecimal digits; only its owner may have access.
+        key_command: A command that prints the key, such as a keyring's. It runs without a shell.
 
     Raises:
-        InvalidRequestError: the key cannot be had, or is none.
+        InvalidRequestError: the key cannot be read, or is not 64 hexadecimal digits.
     """
     if key_file is not None:
         return Cipher(_parse_key(_read(key_file.expanduser()), "encryption_key_file"))
@@ -120,7 +124,7 @@ def _run_key_command(command: str) -> bytes:
 
 
 def _reason(error: OSError | ValueError | subprocess.SubprocessError) -> str:
-    """What went wrong, without the command: it may hold a secret."""
+    """Describe the failure without the command line, which may contain a secret."""
     match error:
         case subprocess.CalledProcessError():
             return f"it ended with status {error.returncode}"

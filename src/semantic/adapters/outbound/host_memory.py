@@ -1,7 +1,7 @@
-"""Host memory for the KV cache: plain pages, or pages that a device reads and writes by itself.
+"""Host memory for the KV cache: plain pages, or pinned pages that a device accesses directly.
 
-A process has one device. Where that copies faster to and from memory of its own choosing, its
-backend says so here, and what is read from files comes to lie there.
+A process uses one device. If the device copies faster to and from memory of its own allocator, the
+backend registers that allocator here, and blocks are read from files into such memory.
 """
 
 import contextlib
@@ -18,54 +18,57 @@ _device_memory: Callable[[int], memoryview | None] | None = None
 
 
 def use_device_memory(allocate: Callable[[int], memoryview | None] | None) -> None:
-    """Take memory from a device's own allocator from now on, where it has some; None ends that."""
+    """Set the device's allocator; None goes back to plain pages.
+
+    The allocator returns None if it has no memory, and `allocate` then uses plain pages.
+    """
     global _device_memory  # noqa: PLW0603 - one process, one device
     _device_memory = allocate
 
 
 def allocate(num_bytes: int) -> memoryview:
-    """Memory that begins with a page and is given back when nobody refers to it."""
+    """Allocate page-aligned memory, which is freed when its last reference is dropped."""
     memory = _device_memory(num_bytes) if _device_memory is not None else None
     return plain_pages(num_bytes) if memory is None else memory
 
 
 def plain_pages(num_bytes: int) -> memoryview:
-    """Fresh pages, huge ones where that wastes little.
+    """Allocate fresh pages, as huge pages where the rounding wastes at most an eighth.
 
-    First touch of small pages takes longer than the copying itself.
+    Faulting in small pages on first touch takes longer than the copy itself.
     """
     huge = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
     is_huge = huge - num_bytes <= num_bytes // 8 and hasattr(mmap, "MADV_HUGEPAGE")
     size = huge if is_huge else num_bytes
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
     if is_huge:
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # the kernel has no huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)[:num_bytes]
 
 
 def share_arenas() -> None:
-    """Let threads allocate from one place a core instead of eight.
+    """Limit malloc to one arena per core (at least two); glibc's default is eight per core.
 
-    Threads come and go with requests; what each leaves behind would keep a place of its own from
-    going back to the system. With fewer than cores they wait for each other: tokenising in sixteen
-    threads with two places took twenty times as long. Whoever sets MALLOC_ARENA_MAX decides
-    otherwise.
+    Threads start and end with requests, and the allocations that each leaves in its own arena keep
+    that arena from being returned to the system. Fewer arenas than cores cause lock contention:
+    tokenising in sixteen threads with two arenas took twenty times as long. The environment
+    variable MALLOC_ARENA_MAX takes precedence.
     """
     if "MALLOC_ARENA_MAX" not in os.environ:
         _tell_malloc("mallopt", _M_ARENA_MAX, max(2, os.cpu_count() or 1))
 
 
 def trim() -> None:
-    """Return freed memory to the system, where the C library keeps it.
+    """Return freed memory from the C library to the system.
 
-    What is kept for long lies between what came and went, so the library cannot do it by itself.
+    The library does not do so by itself, because long-lived allocations lie between freed ones.
     """
     _tell_malloc("malloc_trim", 0)
 
 
 def collect_and_trim() -> None:
-    """Give back all that a model has left, circles of references too."""
+    """Free what a model has left, including reference cycles, and return it to the system."""
     gc.collect()
     trim()
 

@@ -1,4 +1,4 @@
-"""The cache as operators see it: figures, and operations that are asked for."""
+"""The KV cache for operators: statistics, and operations on demand."""
 
 import contextlib
 import time
@@ -12,11 +12,11 @@ from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.turns import RunningTurn, TurnWatch
 from semantic.application.agents.upkeep import Upkeep
 from semantic.application.cache.index import BlockNode, BlockPage
-from semantic.application.cache.restore_plan import state_of
+from semantic.application.cache.restore_plan import tier_of
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskTier
 from semantic.application.engine.device_thread import DeviceThread
-from semantic.domain.agents import Agent, Principal, Tier
+from semantic.domain.agents import Agent, Principal, Tier, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import ModelSwapError
 from semantic.domain.pool import PoolUsage
@@ -24,14 +24,14 @@ from semantic.ports.inbound import CacheOverview, CheckProgress, StateView
 from semantic.ports.telemetry import CacheCounts
 
 _CLOSE_TIMEOUT_S = 5.0
-# What agents share is read again after so many times as long as that took, unless it was quick.
+# Unless it is quick, computing `Sharing` is repeated only after this many times its own duration.
 _SHARING_COST = 50
 _QUICK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCache:
-    """The blocks of the loaded model, and who looks after them."""
+    """The block cache of the loaded model, and its background maintenance."""
 
     store: AgentCacheStore
     upkeep: Upkeep
@@ -39,10 +39,11 @@ class ModelCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """How much is used now, in bytes; zeros before a model is loaded.
+    """Current usage in bytes. The memory figures are zero until a model is loaded.
 
     Attributes:
         disk: Everything in the directory: blocks of all models, quarantine, ledger and backup.
+        queue: Data queued for writing.
     """
 
     memory: PoolUsage
@@ -53,12 +54,12 @@ class CacheUse:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What agents reach.
+    """How much state agents reach, and how much of it they share.
 
     Attributes:
-        logical_bytes: Counted for each of them.
-        unique_bytes: Counted once.
-        tiers: How many of them start from which tier.
+        logical_bytes: Sum over all agents; a shared block counts once per agent.
+        unique_bytes: Sum over all blocks; a shared block counts once.
+        tiers: Number of agents whose next turn starts from each tier.
     """
 
     logical_bytes: int
@@ -67,10 +68,10 @@ class Sharing:
 
 
 class _Reach:
-    """Walks back from where agents stand; a block that many of them reach is passed once.
+    """Walks back from the heads of agents, visiting a shared block only once.
 
     Attributes:
-        num_bytes: Of all blocks it passed.
+        num_bytes: Size of all visited blocks.
     """
 
     def __init__(self, nodes: Iterable[BlockNode]) -> None:
@@ -79,7 +80,10 @@ class _Reach:
         self._passed: dict[BlockName, tuple[BlockNode | None, int]] = {}
 
     def back_from(self, name: BlockName) -> tuple[BlockNode | None, int]:
-        """The first block that is known without a gap, and the bytes from it to `name`."""
+        """Return the earliest block that connects to `name` without a gap, and the bytes between.
+
+        The bytes include both ends. Without any such block, returns (None, 0).
+        """
         way: list[BlockNode] = []
         while name not in self._passed and (node := self._nodes.get(name)) is not None:
             way.append(node)
@@ -94,10 +98,11 @@ class _Reach:
 
 
 class CacheService:
-    """The KV cache of all agents. Any thread; may read from disk.
+    """Statistics of and operations on the KV cache of all agents.
 
-    Methods raise AgentNotFoundError where the agent is not there, and, but for `state`, `repin`,
-    `sample` and `use`, ModelSwapError until the model, whose state it is, is loaded.
+    Thread-safe; methods may read from disk. Methods raise AgentNotFoundError if the agent does not
+    exist, and ModelSwapError while no model is loaded. `state`, `change`, `repin`, `sample`, `use`
+    and `running` work without a model.
     """
 
     def __init__(
@@ -119,23 +124,44 @@ class CacheService:
         self._sharing_due = 0.0
 
     def state(self, agent: Agent) -> StateView:
-        """See where an agent's state is; nowhere before the model is loaded."""
+        """Return where an agent's KV cache is; an empty view while no model is loaded."""
         with contextlib.suppress(ModelSwapError):
             return self._cache().upkeep.footprint(agent)
         return StateView()
 
+    def change(self, before: Turn | None, turn: Turn) -> str:
+        """Return why a turn could not reuse the KV cache of the turn before it; empty if it could.
+
+        Also empty while no model is loaded.
+        """
+        if before is None or before.pointer is None or turn.pointer is None:
+            return ""
+        with contextlib.suppress(ModelSwapError):
+            formats = self._cache().upkeep.formats
+            return formats.describe(before.pointer.root, turn.pointer.root)
+        return ""
+
     def repin(self) -> None:
-        """Let pins follow the agents that are pinned now."""
-        with contextlib.suppress(ModelSwapError):  # they are set when it is loaded
+        """Update the pinned blocks after an agent was pinned or unpinned."""
+        with contextlib.suppress(ModelSwapError):  # loading a model sets the pins
             self._cache().upkeep.refresh_pins()
 
     def prefetch(self, principal: Principal, agent_id: str) -> int:
-        """Begin to read an agent's state into memory; returns how many parts that are."""
+        """Start reading an agent's KV cache into memory; returns the number of block parts."""
         agent = self._agents.get(principal.tenant, agent_id)
         return self._cache().upkeep.prefetch(agent)
 
     def evict(self, principal: Principal, agent_id: str, *, is_cold: bool) -> StateView:
-        """Drop an agent's own state from memory, working copies too, and from disk if asked."""
+        """Evict the blocks that only this agent uses, and its idle sequences, from memory.
+
+        Args:
+            principal: The tenant.
+            agent_id: The agent.
+            is_cold: Evict from disk as well.
+
+        Raises:
+            ModelSwapError: no model is loaded, or the device is busy.
+        """
         agent = self._agents.get(principal.tenant, agent_id)
         upkeep = self._cache().upkeep
         closing = self._device.close_idle(f"{agent.tenant}/{agent.id}")
@@ -144,13 +170,16 @@ class CacheService:
         except FutureTimeoutError as error:
             raise ModelSwapError("the device is busy.", retry_after_s=2) from error
         if self._disk is not None:
-            self._disk.flush(_CLOSE_TIMEOUT_S)  # what is being written cannot be dropped
+            self._disk.flush(_CLOSE_TIMEOUT_S)  # a part that is being written cannot be evicted
         upkeep.evict(agent, is_cold=is_cold)
         self._feed.publish(AgentChanged(agent.tenant, agent.id, AgentAction.EVICTED))
         return self.state(agent)
 
     def collect(self, orphan_age_s: float | None) -> int:
-        """Delete what no agent reaches and nobody used for a while; returns the bytes freed.
+        """Delete unused blocks that no agent reaches; returns the bytes freed.
+
+        Args:
+            orphan_age_s: Minimum time since the last use; None applies the configured time.
 
         Raises:
             CachePersistenceError: the ledger cannot be changed now.
@@ -158,11 +187,14 @@ class CacheService:
         return self._cache().upkeep.collect(orphan_age_s=orphan_age_s)
 
     def verify(self) -> Iterator[CheckProgress]:
-        """Read and check every file; bad ones are dropped."""
+        """Read and check every block file, discarding damaged ones; yields the progress."""
         return self._cache().upkeep.verify()
 
     def sample(self) -> tuple[dict[str, int], str]:
-        """Read the counters and the memory's pressure, cheaply; zeros before the model is there."""
+        """Return the cache counters and the memory pressure; cheap enough for polling.
+
+        While no model is loaded, the counters are zero and the pressure is `none`.
+        """
         try:
             store = self._cache().store
         except ModelSwapError:
@@ -170,7 +202,7 @@ class CacheService:
         return store.counts.totals, store.usage().pressure.name.lower()
 
     def use(self) -> CacheUse:
-        """Read how much is used now, cheaply."""
+        """Return the current memory and disk usage; cheap enough for polling."""
         memory = PoolUsage(0, 0, 0, 0, 0)
         with contextlib.suppress(ModelSwapError):
             memory = self._cache().store.usage()
@@ -180,7 +212,9 @@ class CacheService:
         return CacheUse(memory, disk.used_bytes, disk.limits.budget_bytes, disk.queued_bytes)
 
     def sharing(self) -> Sharing:
-        """See what all agents reach; where there are many, as it was a few seconds ago.
+        """Return how much state all agents reach and share.
+
+        With many agents the result may be some seconds old, which bounds the cost of polling.
 
         Raises:
             ModelSwapError: no model is loaded.
@@ -195,33 +229,34 @@ class CacheService:
         return self._sharing
 
     def _read_sharing(self, cache: ModelCache) -> Sharing:
-        """Look once at each agent and at each block."""
         reach = _Reach(cache.store.nodes())
         logical, tiers = 0, Counter(dict.fromkeys(Tier, 0))
         for agent in self._agents.recent():
             pointer = self._agents.place(agent).pointer
             first, nbytes = reach.back_from(pointer.block) if pointer else (None, 0)
             logical += nbytes
-            if pointer and first and first.parent == pointer.root:
-                tiers[state_of([first], 0).tier] += 1
-            else:  # its end is gone: what is left is found by its tokens
+            if pointer and cache.upkeep.is_lost(agent, pointer):
+                tiers[Tier.COLD] += 1  # a prefix shared with other agents is not looked up here
+            elif pointer and first and first.parent == pointer.root:
+                tiers[tier_of(first)] += 1
+            else:  # the last blocks were evicted: find the remaining prefix by its tokens
                 tiers[cache.upkeep.footprint(agent).tier] += 1
         return Sharing(logical, reach.num_bytes, dict(tiers))
 
     def running(self, principal: Principal) -> list[RunningTurn]:
-        """A tenant's requests that wait or run."""
+        """Return the queued and running requests of a tenant."""
         return self._watch.running(principal.tenant)
 
     def blocks(self, after: str, limit: int) -> BlockPage:
-        """List all blocks, a page at a time."""
+        """Return one page of all blocks."""
         return self._cache().store.watch.page(after, limit)
 
     def changed_blocks(self, since: int, limit: int) -> BlockPage:
-        """List the blocks that came, changed or went since a mark."""
+        """Return the blocks added, changed or removed since the mark of an earlier page."""
         return self._cache().store.watch.changes(since, limit)
 
     def overview(self) -> CacheOverview:
-        """Read all figures, of all tenants together."""
+        """Return all statistics, summed over all tenants."""
         cache = self._cache()
         usage = cache.store.usage()
         counters, pressure = self.sample()

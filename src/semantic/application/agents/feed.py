@@ -1,4 +1,7 @@
-"""A feed of what happens to agents; a reader that is too slow loses events and learns how many."""
+"""Event feed about agents and models, with bounded buffers.
+
+A subscriber that reads too slowly loses the oldest events and receives their number.
+"""
 
 import asyncio
 import enum
@@ -16,7 +19,7 @@ _MAX_READERS = 64
 
 
 class AgentAction(enum.Enum):
-    """What was done to an agent."""
+    """Kinds of change to an agent."""
 
     CREATED = "created"
     UPDATED = "updated"
@@ -29,7 +32,7 @@ class AgentAction(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AgentChanged:
-    """Something was done to an agent."""
+    """An agent was created, changed or deleted."""
 
     tenant: str
     agent_id: str
@@ -48,7 +51,7 @@ class TurnStarted:
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    """An agent's request has its last event.
+    """An agent's request ended.
 
     Attributes:
         reason: Why the reply ended, or `failed`.
@@ -64,11 +67,11 @@ class TurnEnded:
 
 @dataclass(frozen=True, slots=True)
 class ModelChanged:
-    """A model is on its way, is there, or could not be loaded; every tenant hears of it.
+    """The state of a model changed. All tenants receive this event.
 
     Attributes:
         state: fetching, swapping, loading, ready, unloaded, or failed.
-        detail: For people: what is being done, or why it failed.
+        detail: Human-readable description of the current step, or the reason of the failure.
     """
 
     model: str
@@ -81,19 +84,19 @@ FeedEvent: TypeAlias = AgentChanged | TurnStarted | TurnEnded | ModelChanged
 
 @dataclass(frozen=True, slots=True)
 class MissedEvents:
-    """A reader was too slow: so many events before the next one are lost to it."""
+    """A subscriber read too slowly: `num_events` events before the next one were dropped."""
 
     num_events: int
 
 
 class Subscription:
-    """One reader's part of the feed. Read on the event loop's thread that made it."""
+    """Buffered events of one subscriber. Read it on the event loop that created it."""
 
     def __init__(self, tenant: str, feed: "EventFeed", capacity: int) -> None:
         self.tenant = tenant
         self._feed = feed
         self._loop = asyncio.get_running_loop()
-        self._lock = threading.RLock()  # a signal's handler may run inside it
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt the holder
         self._events: deque[FeedEvent] = deque()
         self._capacity = capacity
         self._num_missed = 0
@@ -101,7 +104,7 @@ class Subscription:
         self._has_news = asyncio.Event()
 
     def put(self, event: FeedEvent) -> None:
-        """Add an event, dropping the oldest if there is no room; any thread."""
+        """Add an event, dropping the oldest if the buffer is full. Thread-safe."""
         with self._lock:
             self._events.append(event)
             if len(self._events) > self._capacity:
@@ -110,10 +113,10 @@ class Subscription:
         self._wake()
 
     async def next(self, timeout_s: float) -> FeedEvent | MissedEvents | None:
-        """Wait for the next event; None if nothing happened for `timeout_s`.
+        """Wait for the next event; returns None after `timeout_s` without one.
 
         Raises:
-            StopAsyncIteration: the feed has ended.
+            StopAsyncIteration: the feed is closed and all events were read.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -124,8 +127,7 @@ class Subscription:
         return event
 
     def _take(self) -> FeedEvent | MissedEvents | None:
-        """Take what is next; None if the reader has to wait."""
-        # Cleared before looking, so that a later event sets it again.
+        # Clear before reading the buffer, so that an event added afterwards sets it again.
         self._has_news.clear()
         with self._lock:
             if self._num_missed:
@@ -138,11 +140,11 @@ class Subscription:
         return None
 
     def close(self) -> None:
-        """Stop listening; idempotent."""
+        """Unsubscribe; idempotent."""
         self._feed.drop(self)
 
     def end(self) -> None:
-        """Let the reader come to its end; any thread."""
+        """Make `next` raise StopAsyncIteration once the buffer is empty. Thread-safe."""
         with self._lock:
             self._is_closed = True
         self._wake()
@@ -153,22 +155,22 @@ class Subscription:
 
 
 class EventFeed:
-    """Everyone who watches. Safe on any thread; publishing never waits."""
+    """Distributes events to subscribers. Thread-safe; publishing never blocks on a subscriber."""
 
     def __init__(self, capacity: int = _CAPACITY, max_readers: int = _MAX_READERS) -> None:
-        """Start with nobody.
+        """Create a feed without subscribers.
 
         Args:
-            capacity: Events kept for a reader that does not read.
-            max_readers: Further ones are refused.
+            capacity: Maximum number of unread events per subscriber.
+            max_readers: Maximum number of subscribers.
         """
         self._capacity = capacity
         self._max_readers = max_readers
-        self._lock = threading.RLock()  # a signal's handler may run inside it
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt the holder
         self._readers: list[Subscription] = []
 
     def publish(self, event: FeedEvent) -> None:
-        """Tell the readers of the event's tenant; all of them what concerns the model."""
+        """Send an event to the subscribers of its tenant; a ModelChanged goes to all."""
         tenant = None if isinstance(event, ModelChanged) else event.tenant
         with self._lock:
             readers = [reader for reader in self._readers if tenant in (None, reader.tenant)]
@@ -176,10 +178,10 @@ class EventFeed:
             reader.put(event)
 
     def subscribe(self, tenant: str) -> Subscription:
-        """Listen to what happens to a tenant's agents from now on.
+        """Subscribe to the events of a tenant's agents from now on.
 
         Raises:
-            OverloadedError: too many are listening.
+            OverloadedError: the feed has `max_readers` subscribers.
         """
         subscription = Subscription(tenant, self, self._capacity)
         with self._lock:
@@ -191,13 +193,13 @@ class EventFeed:
         return subscription
 
     def drop(self, subscription: Subscription) -> None:
-        """Forget a reader."""
+        """Remove a subscription; does nothing if it is not in the feed."""
         with self._lock:
             if subscription in self._readers:
                 self._readers.remove(subscription)
 
     def close(self) -> None:
-        """End all readers, at the end of the server."""
+        """End all subscriptions; called when the server shuts down."""
         with self._lock:
             readers, self._readers = self._readers, []
         for reader in readers:

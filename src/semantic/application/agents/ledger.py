@@ -1,8 +1,8 @@
-"""Agents and their turns: who exists, what they said, and where their KV cache ends.
+"""Agents, tenants and turns, and the operations that change them.
 
-`sharing` says who exists; turns are read when they are asked for. Where one process has the agents
-to itself, changes are made in memory at once and written behind, in order; where several share
-them, a change is made when the ledger has it.
+The table of agents comes from `sharing`; turns are read from the ledger on demand. If a single
+process owns the agents, changes take effect in memory at once and are written in order in the
+background. If several processes share them, a change takes effect when the ledger has stored it.
 """
 
 import secrets
@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from semantic.application.agents.sharing import AgentLeases, AgentTable, OwnAgents
+from semantic.application.agents.storage_quota import StorageQuota
 from semantic.application.agents.turns import TurnLog
 from semantic.domain.agents import (
     LOCAL_TENANT,
@@ -34,7 +35,9 @@ from semantic.ports.storage import (
     LedgerChange,
     LedgerPort,
     LedgerState,
+    PutAgent,
     PutTenant,
+    PutTurn,
     Tenant,
     TurnPlace,
     WriteChanges,
@@ -42,23 +45,23 @@ from semantic.ports.storage import (
 
 ANONYMOUS_TTL_S = 24 * 3600.0
 _SALT_BYTES = 16
-_MAX_WALK = 64  # turns looked at to find the one a prompt continues
+_MAX_WALK = 64  # turns searched for the one a prompt continues
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What a finished request adds to an agent.
+    """A finished request, to be committed as a turn of an agent.
 
     Attributes:
         prompt: All tokens of the prompt.
         reply: The tokens of the reply.
-        messages: The whole conversation, the reply included.
-        turn_id: What the turn is to be called; empty lets the ledger name it.
-        is_stored: Whether what was said is logged; if not, the turn holds no text and no ids.
-        continuation: Which turn it goes on from, where the server kept the conversation.
-        model: Which model replied.
+        messages: The whole conversation including the reply.
+        turn_id: Id of the new turn; empty for a random id.
+        is_stored: Whether to log messages and tokens; if False, the turn holds neither.
+        continuation: The turn it continues, if the server keeps the conversation.
+        model: Id of the model that replied.
         reason: Why the reply ended.
-        epoch: Of the lease of the agent; None where it needs none.
+        epoch: Epoch of the agent's lease; None if no lease is needed.
     """
 
     prompt: Sequence[int]
@@ -76,12 +79,13 @@ class Exchange:
 
 
 class AgentLedger:
-    """All agents of one directory, or of one ledger that several share. Thread-safe.
+    """All agents of one data directory, or of one ledger shared by several servers. Thread-safe.
 
     Attributes:
-        log: Their turns.
-        is_shared: Whether other processes have these agents too.
-        leases: Who may move them.
+        log: The turns of all agents.
+        is_shared: Whether other processes use the same agents.
+        leases: Leases on agents, needed to move their heads.
+        storage: Ledger storage per tenant and its quota; unlimited unless replaced.
     """
 
     def __init__(
@@ -93,63 +97,66 @@ class AgentLedger:
         *,
         table: AgentTable | None = None,
         leases: AgentLeases | None = None,
+        settle_s: float | None = None,
     ) -> None:
-        """Take over what a ledger holds.
+        """Start from the content of a ledger.
 
         Args:
-            ledger: Where turns are read.
-            state: What it held at the start.
-            write: Makes changes in order; its future tells when they are written.
-            now: Seconds since the epoch.
-            table: Who exists; None is who the state says, and nobody else's.
-            leases: Who may move them; None lets everyone.
+            ledger: Source of turns and tenants.
+            state: Content of the ledger at the start of the server.
+            write: Writes changes in order; its future resolves when they are written.
+            now: Clock, in seconds since the epoch.
+            table: Table of agents; None keeps the agents of `state` in memory, owned by this
+                process.
+            leases: Leases on agents; None grants every lease.
+            settle_s: Longest wait for a change to be written before the response; None does not
+                wait.
         """
         self._ledger = ledger
         self._write = write
         self._now = now
-        # Changes come one after another, and may read turns meanwhile.
+        # Serialises changes; held while they read and write the ledger.
         self._changes = threading.RLock()
-        self._lock = threading.Lock()
+        self._new_tenants = threading.Lock()  # held across I/O, so that a tenant gets one salt
+        self._lock = threading.Lock()  # guards the tenants in memory; never held across I/O
         self._agents: AgentTable = table or OwnAgents(state.agents)
         self.is_shared: bool = self._agents.is_shared
         self.leases = leases or AgentLeases()
+        self.storage = StorageQuota(ledger)
         self._tenants = {tenant.id: tenant for tenant in state.tenants}
-        self.log = TurnLog(ledger, write)
+        self.log = TurnLog(ledger, write, settle_s)
 
     # -- tenants --------------------------------------------------------------------------------
 
     def principal(self, tenant: str = LOCAL_TENANT) -> Principal:
-        """Find a tenant, or make it with a salt of its own."""
-        with self._lock:
-            known = self._tenants.get(tenant)
-            if known is None:
-                made = Tenant(tenant, secrets.token_bytes(_SALT_BYTES))
-                self._write(PutTenant(made))
-                known = self._ledger.tenant(tenant) or made  # another process may have been faster
-                self._tenants[tenant] = known
-            return Principal(known.id, known.salt)
+        """Return a tenant, creating it with a random salt if it does not exist."""
+        known = self._tenant(tenant)
+        if known is None:
+            with self._new_tenants:
+                known = self._tenant(tenant) or self._new_tenant(tenant)
+        return Principal(known.id, known.salt)
 
     def principals(self) -> list[Principal]:
-        """All tenants there are."""
+        """Return all tenants that this process knows."""
         with self._lock:
             return [Principal(tenant.id, tenant.salt) for tenant in self._tenants.values()]
 
     # -- agents ---------------------------------------------------------------------------------
 
     def agents(self, tenant: str) -> list[Agent]:
-        """A tenant's agents, the most recently used first."""
+        """Return a tenant's agents, most recently used first."""
         found = self._agents.of_tenant(tenant)
         return sorted(found, key=lambda agent: agent.last_used, reverse=True)
 
     def recent(self, limit: int | None = None) -> list[Agent]:
-        """The agents of all tenants that this process knows, the most recently used first."""
+        """Return the agents of all tenants that this process knows, most recently used first."""
         return sorted(self._agents.known(), key=lambda agent: agent.last_used, reverse=True)[:limit]
 
     def get(self, tenant: str, agent_id: str) -> Agent:
-        """Find an agent.
+        """Return an agent.
 
         Raises:
-            AgentNotFoundError: the tenant has none of this name.
+            AgentNotFoundError: the tenant has no agent with this id.
         """
         agent = self._agents.find(tenant, agent_id)
         if agent is None:
@@ -157,41 +164,48 @@ class AgentLedger:
         return agent
 
     def find(self, tenant: str, agent_id: str) -> Agent | None:
-        """Find an agent, if there is one of this name."""
+        """Return an agent; None if it does not exist."""
         return self._agents.find(tenant, agent_id)
 
     def create(self, agent: Agent, turns: Sequence[Turn] = ()) -> Agent:
-        """Add an agent, with the turns that lead to its head if they are not there yet.
+        """Add an agent, and the turns that lead to its head if the ledger lacks them.
 
         Raises:
-            ConflictError: there is one of this name.
+            ConflictError: the tenant already has an agent with this id.
+            QuotaExceededError: the agent and its turns exceed the tenant's disk quota.
         """
         with self._changes:
             if self.find(agent.tenant, agent.id) is not None:
                 raise ConflictError(f"agent {agent.id!r} already exists.", param="id")
-            for turn in turns:
-                self.log.put(agent.tenant, turn)
+            logged = [PutTurn(agent.tenant, turn) for turn in turns]
+            self.storage.check(agent.tenant, PutAgent(agent), *logged)
+            for change in logged:
+                self.log.put(agent.tenant, change.turn)
+                self.storage.add(agent.tenant, change)
             return self._put(agent, None)
 
     def update(self, tenant: str, agent_id: str, edit: Callable[[Agent], Agent]) -> Agent:
-        """Change an agent's settings; its id, owner and past stay.
+        """Change an agent's settings; its id, tenant, head and number of turns stay.
 
         Raises:
-            AgentNotFoundError: it is gone.
+            AgentNotFoundError: the agent does not exist.
+            QuotaExceededError: the change exceeds the tenant's disk quota.
         """
         with self._changes:
             known = self.get(tenant, agent_id)
-            edited = edit(known)
-            return self._put(replace(edited, head=known.head, num_turns=known.num_turns), known)
+            edited = replace(edit(known), head=known.head, num_turns=known.num_turns)
+            self.storage.check(tenant, PutAgent(edited), old=PutAgent(known))
+            return self._put(edited, known)
 
     def fork(
         self, tenant: str, agent_id: str, new_ids: Sequence[str], turn_id: str | None = None
     ) -> list[Agent]:
-        """Make other agents with the same past, up to a turn if one is named: all or none.
+        """Create agents with the same history, up to `turn_id` if given; all or none.
 
         Raises:
-            AgentNotFoundError: no such agent, or it has no such turn.
-            ConflictError: the new name is taken.
+            AgentNotFoundError: the agent does not exist, or has no such turn.
+            ConflictError: a new id is taken, or occurs twice.
+            QuotaExceededError: the new agents exceed the tenant's disk quota.
         """
         with self._changes:
             source = self.get(tenant, agent_id)
@@ -201,23 +215,28 @@ class AgentLedger:
                 if self.find(tenant, new_id) is not None or new_ids.count(new_id) > 1:
                     raise ConflictError(f"agent {new_id!r} already exists.", param="ids")
             now = self._now()
-            return [self.create(source.fork(new_id, at=now)) for new_id in new_ids]
+            made = [source.fork(new_id, at=now) for new_id in new_ids]
+            self.storage.check(tenant, *map(PutAgent, made))
+            self._write(*(self._agents.put(agent, None, None) for agent in made))
+            for agent in made:
+                self.storage.add(tenant, PutAgent(agent))
+            return made
 
     def preview_fork(self, agent: Agent, new_id: str, turn_id: str) -> Agent:
-        """What a fork of an agent at one of its turns would be; it is not made.
+        """Return the agent that a fork at a turn would create, without creating it.
 
         Raises:
-            AgentNotFoundError: it has no such turn.
+            AgentNotFoundError: the agent has no such turn.
         """
         return self._rewound(agent, turn_id).fork(new_id, at=self._now())
 
     def rewind(self, tenant: str, agent_id: str, turn_id: str | None) -> Agent:
-        """Take an agent back to an earlier turn; None goes back before the first.
+        """Move an agent's head to an earlier turn; None moves it before the first.
 
-        A turn that goes on from where the agent is takes it there: so a rewind can be undone.
+        A turn that descends from the current head is accepted too, so that a rewind can be undone.
 
         Raises:
-            AgentNotFoundError: no such agent, or it has no such turn.
+            AgentNotFoundError: the agent does not exist, or has no such turn.
         """
         with self._changes:
             agent = self.get(tenant, agent_id)
@@ -231,21 +250,25 @@ class AgentLedger:
             return self._put(moved, agent)
 
     def delete(self, tenant: str, agent_id: str) -> Agent:
-        """Remove an agent; its turns and blocks go with the next collection of garbage.
+        """Delete an agent; the next garbage collection deletes its turns and blocks.
 
         Raises:
-            AgentNotFoundError: there is none.
+            AgentNotFoundError: the agent does not exist.
         """
         with self._changes:
             agent = self.get(tenant, agent_id)
             self._agents.drop(agent)
             self._write(DropAgent(tenant, agent_id))
+            self.storage.remove(tenant, PutAgent(agent))
             return agent
 
     def expire(self) -> list[Agent]:
-        """Remove the agents that outlived their time, unless others may have used them since."""
+        """Delete expired agents and return them.
+
+        Does nothing in a shared ledger, where another process may have used an agent meanwhile.
+        """
         if self.is_shared:
-            return []  # the collector removes them, by the ledger's clock
+            return []  # the garbage collection deletes them, by the ledger's clock
         now = self._now()
         with self._changes:
             late = [agent for agent in self.recent() if agent.is_expired(now)]
@@ -254,23 +277,23 @@ class AgentLedger:
     # -- turns ----------------------------------------------------------------------------------
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
-        """A turn, written or not; None if there is none."""
+        """Return a turn, even if it is not written yet; None if it does not exist."""
         return self.log.turn(tenant, turn_id)
 
     def place(self, agent: Agent) -> TurnPlace:
-        """Where an agent's conversation ends; cheap, however long it is."""
+        """Return where an agent's conversation ends; the cost does not depend on its length."""
         place = self.log.place(agent.tenant, agent.head) if agent.head else None
         return place or TurnPlace(0, None)
 
     def turns(self, agent: Agent, limit: int = _MAX_WALK) -> list[Turn]:
-        """The turns of an agent, the latest first."""
+        """Return the turns of an agent, latest first."""
         return self.log.turns(agent.tenant, agent.head, limit)
 
     def before(self, agent: Agent, turn_id: str) -> Agent:
-        """An agent as it was before one of its turns.
+        """Return a copy of the agent whose head is the parent of one of its turns.
 
         Raises:
-            AgentNotFoundError: it has no such turn.
+            AgentNotFoundError: the agent has no such turn.
         """
         back = self._rewound(agent, turn_id)
         turn = self.log.turn(agent.tenant, turn_id)
@@ -278,18 +301,18 @@ class AgentLedger:
         return back.rewind(parent, back.num_turns - 1, at=agent.last_used)
 
     def conversation(self, agent: Agent) -> list[Message]:
-        """All messages of an agent."""
+        """Return all messages of an agent's conversation."""
         return self.log.messages(agent.tenant, agent.head)
 
     def tokens(self, agent: Agent) -> list[int]:
-        """All tokens of an agent's conversation; reads every turn that is not in memory."""
+        """Return all tokens of an agent's conversation; reads every turn that is not in memory."""
         return self.log.tokens(agent.tenant, agent.head)
 
     def check_quota(self, agent: Agent) -> None:
-        """See that an agent may have another turn.
+        """Check that an agent's quota allows another turn.
 
         Raises:
-            QuotaExceededError: it may not.
+            QuotaExceededError: the agent has reached its `max_turns`.
         """
         limit = agent.quota.max_turns
         if limit is not None and agent.num_turns >= limit:
@@ -304,22 +327,22 @@ class AgentLedger:
         is_anonymous: bool = False,
         fork: Agent | None = None,
     ) -> tuple[Turn, Future[None]]:
-        """Log a turn and move its agent there; the future tells when it is written.
+        """Log a turn and move its agent's head there; the future resolves when it is written.
 
-        Where the client keeps the conversation, the turn continues the agent's latest one that the
-        prompt begins with: where the client went back, so does the agent. Where another process
-        took the agent meanwhile, the turn becomes that of a fork which nobody named.
+        If the client keeps the conversation, the new turn continues the agent's latest turn whose
+        conversation is a prefix of the prompt; so the agent rewinds when the client does. If
+        another process moved the agent meanwhile, the turn goes to a new anonymous fork.
 
         Args:
-            tenant: Whose.
-            agent_id: Its agent.
-            exchange: What was said.
-            is_anonymous: Nobody named the agent.
-            fork: What the agent begins as if it is not there; None begins with no past.
+            tenant: The tenant.
+            agent_id: The agent.
+            exchange: The finished request.
+            is_anonymous: Whether the request named no agent, so that a new agent expires.
+            fork: The agent to create if `agent_id` does not exist; None creates an empty one.
 
         Raises:
-            AgentNotFoundError: the server keeps the conversation, and the agent is gone.
-            ConflictError: it does, and the agent moved to another turn meanwhile.
+            AgentNotFoundError: the server keeps the conversation, and the agent was deleted.
+            ConflictError: the server keeps the conversation, and the agent's head moved meanwhile.
         """
         with self._changes:
             if exchange.continuation is not None:
@@ -337,8 +360,19 @@ class AgentLedger:
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _tenant(self, tenant: str) -> Tenant | None:
+        with self._lock:
+            return self._tenants.get(tenant)
+
+    def _new_tenant(self, tenant: str) -> Tenant:
+        made = Tenant(tenant, secrets.token_bytes(_SALT_BYTES))
+        self._write(PutTenant(made))
+        known = self._ledger.tenant(tenant) or made  # another process may have created it first
+        with self._lock:
+            self._tenants[tenant] = known
+        return known
+
     def _new(self, tenant: str, agent_id: str, *, is_anonymous: bool) -> Agent:
-        """An agent with no past."""
         now = self._now()
         made = Agent(agent_id, now, tenant=tenant, last_used=now)
         return as_anonymous(made) if is_anonymous else made
@@ -350,16 +384,21 @@ class AgentLedger:
         exchange: Exchange,
         continued: tuple[Turn | None, int],
     ) -> tuple[Turn, Future[None]]:
-        """Log a turn that continues another, and move the agent, which was `before`, there."""
+        """Log a turn after the turn in `continued`, and replace `before` with the moved agent."""
         parent, depth = continued
         turn = self._turn(agent, parent, exchange)
         back = agent.rewind(turn.parent, depth, at=agent.last_used)
         moved = back.advance(turn.id, at=turn.created_at)
         change = self._agents.put(moved, before, exchange.epoch)
-        return self.log.put(agent.tenant, turn, change)
+        logged = self.log.put(agent.tenant, turn, change)
+        self.storage.add(agent.tenant, PutTurn(agent.tenant, turn))
+        if before is None:
+            self.storage.add(agent.tenant, PutAgent(moved))
+        return logged
 
     def _put(self, agent: Agent, before: Agent | None) -> Agent:
         self._write(self._agents.put(agent, before, None))
+        self.storage.add(agent.tenant, PutAgent(agent), PutAgent(before) if before else None)
         return agent
 
     def _rewound(self, agent: Agent, turn_id: str | None) -> Agent:
@@ -372,7 +411,7 @@ class AgentLedger:
         raise AgentNotFoundError(f"agent {agent.id!r} has no turn {turn_id!r}.")
 
     def _ahead(self, agent: Agent, turn_id: str | None) -> Agent | None:
-        """The agent at a turn that goes on from its head; None if the turn does not."""
+        """Return the agent moved to a descendant of its head; None if the turn is not one."""
         turn = self.turn(agent.tenant, turn_id) if turn_id else None
         if turn is None:
             return None
@@ -380,7 +419,7 @@ class AgentLedger:
         if agent.head is None and turn.agent_id == agent.id:
             return agent.rewind(turn.id, len(ids), at=self._now())
         if ids[-1] != agent.head:
-            return None  # others' turns are not there
+            return None  # the turn does not descend from the agent's head
         return agent.rewind(turn.id, agent.num_turns + len(ids) - 1, at=self._now())
 
     def _named(self, agent: Agent, continuation: Continuation) -> Turn | None:
@@ -389,7 +428,7 @@ class AgentLedger:
         return self.turn(agent.tenant, agent.head) if agent.head else None
 
     def _turn(self, agent: Agent, parent: Turn | None, exchange: Exchange) -> Turn:
-        """Make the turn that follows `parent`: what is new, or everything where it differs."""
+        """Build the turn after `parent`, with what is new, or with everything if it diverges."""
         tokens = [*exchange.prompt, *exchange.reply]
         going_on = exchange.continuation or Continuation(parent.id if parent else None)
         is_prefix = parent is not None and _begins_with(exchange.prompt, parent)
@@ -416,17 +455,17 @@ class AgentLedger:
         )
 
     def _divergence(self, agent: Agent, prompt: Sequence[int]) -> Divergence | None:
-        """Where a prompt leaves the conversation of an agent's head."""
+        """Return where a prompt diverges from the conversation at an agent's head."""
         head = self.turn(agent.tenant, agent.head) if agent.head else None
         if head is None or _begins_with(prompt, head):
             return None
         return Divergence(head.id, common_prefix(self.log.tokens(agent.tenant, head.id), prompt))
 
     def _continued(self, agent: Agent, prompt: Sequence[int]) -> tuple[Turn | None, int]:
-        """The latest turn that a prompt goes on from, and how many turns led there."""
+        """Return the latest turn that a prompt continues, and the number of turns up to it."""
         head = self.turn(agent.tenant, agent.head) if agent.head else None
         if head is not None and _begins_with(prompt, head):
-            return head, agent.num_turns  # the usual case; the others may have to be read
+            return head, agent.num_turns  # the usual case; earlier turns may need disk reads
         for index, turn in enumerate(self.turns(agent)):
             if _begins_with(prompt, turn):
                 return turn, agent.num_turns - index
@@ -434,19 +473,19 @@ class AgentLedger:
 
 
 def _begins_with(prompt: Sequence[int], turn: Turn) -> bool:
-    """Whether a prompt begins with the conversation that a turn ended."""
+    """Whether the conversation up to a turn is a prefix of a prompt."""
     if turn.num_tokens > len(prompt):
         return False
     return conversation_digest(prompt[: turn.num_tokens]) == turn.digest
 
 
 def as_anonymous(agent: Agent) -> Agent:
-    """The agent as one that nobody named: it expires."""
+    """Return a copy of the agent that is anonymous and expires after `ANONYMOUS_TTL_S`."""
     return replace(agent, is_anonymous=True, ttl_s=ANONYMOUS_TTL_S)
 
 
 def write_at_once(ledger: LedgerPort) -> WriteChanges:
-    """Write changes without a thread, for ledgers that need none."""
+    """Return a `WriteChanges` that writes in the calling thread, for use without a disk tier."""
 
     def write(*changes: LedgerChange) -> Future[None]:
         ledger.apply(changes, is_synced=False)

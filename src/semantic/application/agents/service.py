@@ -1,4 +1,4 @@
-"""Agents as things one can hold: made, listed, changed, forked, taken back, explained."""
+"""Create, list, change, fork, rewind, delete and explain agents."""
 
 import base64
 import json
@@ -31,10 +31,12 @@ _PAST = ("head", "num_turns", "created_at", "last_used")
 
 
 class AgentService:
-    """Agents as things one can hold. A tenant sees its own agents and no others.
+    """The agents of all tenants. A tenant sees only its own agents.
 
-    Methods raise AgentNotFoundError where the agent, or the turn, is not there. They may read
-    from disk; `generate` is called on the event loop's thread, the others on any.
+    Methods raise AgentNotFoundError if the agent or the turn does not exist. They may read from
+    disk. Call `generate` on the event loop's thread; the other methods are thread-safe. If the
+    server is configured for durability, methods that change an agent return when the change is
+    written, and raise CachePersistenceError if it cannot be written in time.
     """
 
     def __init__(
@@ -46,15 +48,15 @@ class AgentService:
         feed: EventFeed,
         device: DeviceThread,
     ) -> None:
-        """Take the parts.
+        """Connect the service to its collaborators.
 
         Args:
             agents: All agents and turns.
-            lanes: Their turns that run or wait.
-            generate: Answers in their conversations.
-            cache: Knows where their state is.
-            feed: Is told what is done to them.
-            device: Its model's tokenizer shows that model's tokens to people.
+            lanes: Running and waiting turns.
+            generate: Generates a reply in an agent's conversation.
+            cache: Locates the KV cache of agents.
+            feed: Receives an event for every change to an agent.
+            device: Provides the loaded model, whose tokenizer decodes tokens for display.
         """
         self._agents = agents
         self._lanes = lanes
@@ -66,24 +68,27 @@ class AgentService:
     # -- one agent ------------------------------------------------------------------------------
 
     def create(self, agent: Agent) -> tuple[AgentView, bool]:
-        """Add an agent; says whether it is new. One with the same settings is returned as it is.
+        """Create an agent; returns it, and whether it is new.
+
+        Idempotent: an existing agent with the same settings is returned unchanged.
 
         Raises:
-            ConflictError: there is one of this name with other settings.
+            ConflictError: an agent with this id exists and has other settings.
         """
-        try:
-            made = self._agents.create(agent)
-        except ConflictError:
-            known = self._agents.get(agent.tenant, agent.id)
-            past = {name: getattr(known, name) for name in _PAST}
-            if replace(agent, **past) != known:
-                raise
-            return self._view(known), False
-        self._tell(made, AgentAction.CREATED)
-        return self._view(made), True
+        with self._agents.log.settled():
+            try:
+                made = self._agents.create(agent)
+            except ConflictError:
+                known = self._agents.get(agent.tenant, agent.id)
+                past = {name: getattr(known, name) for name in _PAST}
+                if replace(agent, **past) != known:
+                    raise
+                return self._view(known), False
+            self._tell(made, AgentAction.CREATED)
+            return self._view(made), True
 
     def get(self, principal: Principal, agent_id: str) -> AgentView:
-        """See an agent and where its state is."""
+        """Return an agent, its latest turn ids, and where its KV cache is."""
         agent = self._agents.get(principal.tenant, agent_id)
         return replace(self._view(agent), history=self._history(agent, _SHOWN_TURNS))
 
@@ -91,62 +96,70 @@ class AgentService:
         self, principal: Principal, agent_id: str, edit: Callable[[Agent], Agent]
     ) -> AgentView:
         """Change an agent's settings."""
-        was_pinned = self._agents.get(principal.tenant, agent_id).is_pinned
-        changed = self._agents.update(principal.tenant, agent_id, edit)
-        if was_pinned != changed.is_pinned:
-            self._cache.repin()
-        self._tell(changed, AgentAction.UPDATED)
-        return self._view(changed)
+        with self._agents.log.settled():
+            was_pinned = self._agents.get(principal.tenant, agent_id).is_pinned
+            changed = self._agents.update(principal.tenant, agent_id, edit)
+            if was_pinned != changed.is_pinned:
+                self._cache.repin()
+            self._tell(changed, AgentAction.UPDATED)
+            return self._view(changed)
 
     def delete(self, principal: Principal, agent_id: str) -> None:
-        """Remove an agent and end the turn that is running."""
-        gone = self._agents.delete(principal.tenant, agent_id)
-        # In this order: what ends between the two finds no agent to log it for.
-        self._lanes.cancel(principal.tenant, agent_id)
-        if gone.is_pinned:
-            self._cache.repin()
-        self._tell(gone, AgentAction.DELETED)
+        """Delete an agent and cancel its running turn."""
+        with self._agents.log.settled():
+            gone = self._agents.delete(principal.tenant, agent_id)
+            # Delete first: a turn that ends between the two calls then finds no agent to log to.
+            self._lanes.cancel(principal.tenant, agent_id)
+            if gone.is_pinned:
+                self._cache.repin()
+            self._tell(gone, AgentAction.DELETED)
 
     async def generate(self, principal: Principal, agent_id: str, ask: NewTurn) -> Reply:
-        """Answer new messages in an agent's conversation; its turns run one after another.
+        """Reply to new messages in an agent's conversation; turns of one agent run in sequence.
 
         Raises:
-            QuotaExceededError: it has had all it may have.
-            OverloadedError: too many of its turns are waiting.
-            ContextLengthError: the conversation does not fit, and its oldest part must stay.
-            GenerationTimeoutError: its turn did not come in time.
+            QuotaExceededError: the agent's quota is used up.
+            OverloadedError: too many turns of all agents are waiting.
+            ContextLengthError: the conversation exceeds the context, and its oldest part must not
+                be dropped.
+            GenerationTimeoutError: the agent's earlier turns took too long.
             InvalidRequestError, ModelNotFoundError, ModelSwapError, DrainingError: see
                 `InferencePort`.
         """
         return await self._generate(principal, agent_id, ask)
 
-    # -- its past -------------------------------------------------------------------------------
+    # -- history --------------------------------------------------------------------------------
 
     def fork(
         self, principal: Principal, agent_id: str, new_ids: Sequence[str], turn_id: str | None
     ) -> tuple[AgentView, ...]:
-        """Make other agents with the same past, up to a turn if one is named: all or none.
+        """Create agents with the same history, up to `turn_id` if given; all or none.
 
         Raises:
-            ConflictError: a name is taken.
+            ConflictError: a new id is taken, or occurs twice.
         """
-        made = self._agents.fork(principal.tenant, agent_id, new_ids, turn_id)
-        for agent in made:
-            self._tell(agent, AgentAction.FORKED)
-        first = self._view(made[0])
-        return tuple(replace(first, agent=agent) for agent in made)
+        with self._agents.log.settled():
+            made = self._agents.fork(principal.tenant, agent_id, new_ids, turn_id)
+            for agent in made:
+                self._tell(agent, AgentAction.FORKED)
+            first = self._view(made[0])
+            return tuple(replace(first, agent=agent) for agent in made)
 
     def rewind(self, principal: Principal, agent_id: str, turn_id: str | None) -> AgentView:
-        """Go to an earlier turn, None before the first, or back again; ends what is running."""
-        agent = self._agents.rewind(principal.tenant, agent_id, turn_id)
-        self._lanes.cancel(principal.tenant, agent_id)
-        self._tell(agent, AgentAction.REWOUND)
-        return self._view(agent)
+        """Move an agent's head to an earlier turn, or forward again to undo a rewind.
+
+        None moves it before the first turn. Cancels the running turn.
+        """
+        with self._agents.log.settled():
+            agent = self._agents.rewind(principal.tenant, agent_id, turn_id)
+            self._lanes.cancel(principal.tenant, agent_id)
+            self._tell(agent, AgentAction.REWOUND)
+            return self._view(agent)
 
     def turns(
         self, principal: Principal, agent_id: str, before: str | None, limit: int
     ) -> tuple[Turn, ...]:
-        """An agent's turns, the latest first, from the one before `before` on."""
+        """Return an agent's turns, latest first, starting with the parent of `before` if given."""
         agent = self._agents.get(principal.tenant, agent_id)
         if before is not None:
             agent = self._agents.before(agent, before)
@@ -155,21 +168,24 @@ class AgentService:
     def explain(
         self, principal: Principal, agent_id: str, turn_id: str | None = None
     ) -> Explanation:
-        """Say what a turn, or the latest, reused, and where its prompt diverged."""
+        """Return what a turn (default: the latest) reused, and where its prompt diverged."""
         agent = self._agents.get(principal.tenant, agent_id)
         shown = turn_id or agent.head
         if turn_id is not None:
-            self._agents.before(agent, turn_id)  # it is one of its own
+            self._agents.before(agent, turn_id)  # raises unless the turn belongs to the agent
         turn = self._agents.turn(agent.tenant, shown) if shown else None
         divergence = self._divergence(agent, turn) if turn else None
-        return Explanation(turn, divergence, self._cache.state(agent))
+        before = self._agents.turn(agent.tenant, turn.parent) if turn and turn.parent else None
+        note = self._cache.change(before, turn) if turn else ""
+        return Explanation(turn, divergence, self._cache.state(agent), note)
 
-    # -- all of them ----------------------------------------------------------------------------
+    # -- listing --------------------------------------------------------------------------------
 
     def page(self, principal: Principal, query: AgentQuery) -> AgentPage:
-        """List agents; those that nobody named from their second turn on.
+        """Return one page of the agents; anonymous ones are listed from their second turn on.
 
-        A page begins after the last one of the page before, wherever it is now.
+        The cursor holds the sort key of the last agent of the previous page, so a page continues
+        there even if that agent has moved or was deleted.
 
         Raises:
             InvalidRequestError: the cursor is invalid.
@@ -221,7 +237,6 @@ class AgentService:
         )
 
     def _detokenise(self, tokens: Sequence[int], model_id: str) -> str:
-        """The text of a model's tokens, which only its own tokenizer knows."""
         loaded = self._device.model
         if loaded is None or model_id not in ("", loaded.id):  # older servers logged no model
             whose = model_id or "a model"
@@ -251,7 +266,7 @@ def _rank(agent: Agent, query: AgentQuery) -> tuple[float | str, str]:
 def _is_after(
     rank: tuple[float | str, str], last: tuple[float | str, str], query: AgentQuery
 ) -> bool:
-    # The cursor was checked to be of the same kind.
+    # `_read_cursor` has checked that both ranks have the same type.
     return rank < last if query.is_descending else rank > last
 
 

@@ -1,8 +1,9 @@
-"""Agents of one process, or of several that share a ledger: who exists, and who may move them.
+"""The table of agents, and leases on them, for one process or several that share a ledger.
 
-One process knows all of its agents, and writes behind. Where several share a ledger, each reads an
-agent there when it is asked for, and an agent is leased to one request at a time: whoever lost its
-lease, or finds the head elsewhere than it saw it, is refused by the ledger.
+A single process keeps all of its agents in memory and writes changes in the background. Processes
+that share a ledger read an agent from it on every access, and lease the agent to one request at a
+time. The ledger rejects a change if its lease was taken over, or if the agent's head has moved
+since the writer read it.
 """
 
 import asyncio
@@ -20,42 +21,45 @@ from semantic.domain.errors import CachePersistenceError, GenerationTimeoutError
 from semantic.ports.storage import AdvanceHead, LeasePort, LedgerChange, LedgerPort, PutAgent
 
 _log = logging.getLogger(__name__)
-PATIENCE_S = 0.3  # a request that just ended may not have let its agent go yet
+PATIENCE_S = 0.3  # a request that just ended may not have released its agent yet
 _POLL_S = 0.05
 _MAX_SEEN = 4096
 
 
 class OwnAgents:
-    """All agents there are, in memory: nobody else has them. Thread-safe.
+    """The table of agents that only this process uses, held in memory. Thread-safe.
 
     Attributes:
-        is_shared: Whether other processes have these agents too.
+        is_shared: Whether other processes use the same agents.
     """
 
     is_shared = False
 
     def __init__(self, agents: Iterable[Agent]) -> None:
-        # Held for a look into memory alone: the event loop takes it, and never waits for the disk.
+        # Never held across I/O: the event loop acquires it and must not wait for the disk.
         self._lock = threading.Lock()
         self._agents = {(agent.tenant, agent.id): agent for agent in agents}
 
     def find(self, tenant: str, agent_id: str) -> Agent | None:
-        """Find an agent."""
+        """Return an agent; None if it does not exist."""
         with self._lock:
             return self._agents.get((tenant, agent_id))
 
     def of_tenant(self, tenant: str) -> list[Agent]:
-        """All agents of a tenant."""
+        """Return all agents of a tenant."""
         with self._lock:
             return [agent for (owner, _), agent in self._agents.items() if owner == tenant]
 
     def known(self) -> list[Agent]:
-        """All agents."""
+        """Return all agents."""
         with self._lock:
             return list(self._agents.values())
 
     def put(self, agent: Agent, before: Agent | None, epoch: int | None) -> LedgerChange:  # noqa: ARG002
-        """Note an agent, and say what is to be written: it as it is, for nobody else moves it."""
+        """Store an agent; returns the ledger change to write.
+
+        The change is unconditional, since no other process moves the agent.
+        """
         with self._lock:
             self._agents[agent.tenant, agent.id] = agent
         return PutAgent(agent)
@@ -67,7 +71,7 @@ class OwnAgents:
 
 
 class SharedAgents:
-    """Agents that are read from the ledger whenever they are asked for. Thread-safe."""
+    """The table of agents that several processes use, read from the ledger. Thread-safe."""
 
     is_shared = True
 
@@ -77,7 +81,7 @@ class SharedAgents:
         self._seen: OrderedDict[tuple[str, str], Agent] = OrderedDict()
 
     def find(self, tenant: str, agent_id: str) -> Agent | None:
-        """Read an agent."""
+        """Read an agent from the ledger; None if it does not exist."""
         agent = self._ledger.agent(tenant, agent_id)
         if agent is not None:
             self._note(agent)
@@ -86,16 +90,19 @@ class SharedAgents:
         return agent
 
     def of_tenant(self, tenant: str) -> list[Agent]:
-        """Read all agents of a tenant."""
+        """Read all agents of a tenant from the ledger."""
         return list(self._ledger.agents(tenant))
 
     def known(self) -> list[Agent]:
-        """The agents that were here of late, whose KV cache this process may have."""
+        """Return the agents this process used recently, whose KV cache it may hold."""
         with self._lock:
             return list(self._seen.values())
 
     def put(self, agent: Agent, before: Agent | None, epoch: int | None) -> LedgerChange:
-        """Note an agent, and say what is to be written: it over what it was, and nothing else."""
+        """Remember an agent; returns the ledger change to write.
+
+        The change succeeds only if the ledger's agent still matches `before`.
+        """
         self._note(agent)
         return AdvanceHead(agent, before, epoch)
 
@@ -104,7 +111,7 @@ class SharedAgents:
         self.forget(agent.tenant, agent.id)
 
     def forget(self, tenant: str, agent_id: str) -> None:
-        """Forget what was seen of an agent: another process moved it."""
+        """Remove an agent from the recently used ones, after another process moved it."""
         with self._lock:
             self._seen.pop((tenant, agent_id), None)
 
@@ -116,12 +123,12 @@ class SharedAgents:
                 self._seen.popitem(last=False)
 
 
-AgentTable: TypeAlias = OwnAgents | SharedAgents  # who exists
+AgentTable: TypeAlias = OwnAgents | SharedAgents
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to move an agent; `epoch` is None where nobody else could."""
+    """The right to move an agent's head; `epoch` is None if no other process uses the agent."""
 
     tenant: str
     agent_id: str
@@ -129,10 +136,10 @@ class Lease:
 
 
 class AgentLeases:
-    """Leases of this process's requests, renewed until they are let go. Thread-safe.
+    """Leases held by this process's requests, renewed until released. Thread-safe.
 
-    Without a port every lease is granted: the process has its agents to itself. After `ttl_s` the
-    agents of a process that died may be taken over.
+    Without a port every lease is granted, since no other process uses the agents. If a process
+    dies, others may take over its leases after `ttl_s`.
     """
 
     def __init__(self, port: LeasePort | None = None, ttl_s: float = 15.0) -> None:
@@ -145,7 +152,10 @@ class AgentLeases:
         self._releases = ThreadPoolExecutor(1, "semantic-leases")
 
     def acquire(self, tenant: str, agent_id: str, *, patience_s: float = 0.0) -> Lease | None:
-        """Lease an agent; None if another request has it all the while. May ask the ledger."""
+        """Acquire a lease; None if another request still holds it after `patience_s`.
+
+        Blocks: queries the ledger if other processes share the agents.
+        """
         if self._port is None:
             return Lease(tenant, agent_id)
         end = time.monotonic() + patience_s
@@ -160,29 +170,42 @@ class AgentLeases:
             time.sleep(_POLL_S)
 
     async def wait(self, tenant: str, agent_id: str, timeout_s: float) -> Lease:
-        """Lease an agent when the requests that have it elsewhere are over.
+        """Acquire a lease, waiting until the requests that hold it have released it.
 
         Raises:
-            GenerationTimeoutError: they took too long.
+            GenerationTimeoutError: the lease was not available within `timeout_s`.
         """
         if self._port is None:
             return Lease(tenant, agent_id)
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
-            if (lease := await asyncio.to_thread(self.acquire, tenant, agent_id)) is not None:
+            asked = asyncio.ensure_future(asyncio.to_thread(self.acquire, tenant, agent_id))
+            try:
+                lease = await asyncio.shield(asked)
+            except asyncio.CancelledError:
+                asked.add_done_callback(self._release_unclaimed)
+                raise
+            if lease is not None:
                 return lease
             await asyncio.sleep(_POLL_S)
         raise GenerationTimeoutError("the agent's earlier turns took too long.")
 
+    def _release_unclaimed(self, asked: "asyncio.Future[Lease | None]") -> None:
+        """Release a lease whose request was cancelled while it was being acquired."""
+        if asked.cancelled() or asked.exception() is not None:
+            return
+        if (lease := asked.result()) is not None:
+            self.release(lease)
+
     def release(self, lease: Lease) -> None:
-        """Let an agent go; returns at once."""
+        """Release a lease; returns at once, and a background thread informs the ledger."""
         with self._lock:
             self._held.discard(lease)
         if self._port is not None and not self._is_closed.is_set():
             self._releases.submit(self._release, lease)
 
     def close(self) -> None:
-        """Stop renewing, and let go of what is still held."""
+        """Stop renewing and release all leases; waits until they are released."""
         self._is_closed.set()
         with self._lock:
             left, self._held = self._held, set()
@@ -192,12 +215,13 @@ class AgentLeases:
 
     def _hold(self, lease: Lease) -> None:
         with self._lock:
-            self._held.add(lease)
             if self._renewer is None:
-                self._renewer = threading.Thread(
+                renewer = threading.Thread(
                     target=self._renew, name="semantic-lease-renewer", daemon=True
                 )
-                self._renewer.start()
+                renewer.start()  # if this raises, the lease expires and the next request retries
+                self._renewer = renewer
+            self._held.add(lease)
 
     def _renew(self) -> None:
         while not self._is_closed.wait(self._ttl_s / 3):
@@ -213,14 +237,14 @@ class AgentLeases:
         assert self._port is not None and lease.epoch is not None  # noqa: S101, PT018 - it is held
         with self._lock:
             if lease not in self._held:
-                return True  # it ended meanwhile
+                return True  # released meanwhile
         try:
             is_renewed = self._port.renew(
                 lease.tenant, lease.agent_id, lease.epoch, ttl_s=self._ttl_s
             )
         except CachePersistenceError as error:
             _log.warning("a lease could not be renewed: %s", error.message)
-            return True  # the next round tries again
+            return True  # retried in the next round
         with self._lock:
             return is_renewed or lease not in self._held
 

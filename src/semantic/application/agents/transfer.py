@@ -1,13 +1,17 @@
-"""Agents that leave as a file and come back: here, on another server, or to another model.
+"""Export and import of agents as files, between servers and between models.
 
-Block names depend on the tenant, so KV cache that comes in is sealed again under names of
-its new owner, and all agents with the same beginning share it. So it is taken only from a file that
-this server signed, or one it trusts: of a stranger's file what was said is taken, and tokens and
-state are made again. State is only a cache: what finds no room is computed when it is needed.
+Block names depend on the tenant, so imported KV cache is sealed again under the names of its new
+tenant, whose agents with the same prefix all share it. It is therefore accepted only from a file
+signed by this server or by a trusted one. From any other file only the messages are imported;
+tokens and KV cache are computed again. Blocks that do not fit into memory are dropped and
+recomputed when needed.
 """
 
+import contextlib
 import secrets
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -20,21 +24,39 @@ from semantic.application.cache.writer import DiskTier
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.model import LoadedModel
 from semantic.domain.agents import Agent, Pointer, Principal, Turn
-from semantic.domain.blocks import BlockName, unpack_tokens
-from semantic.domain.errors import CacheCorruptionError, ConflictError, InvalidRequestError
+from semantic.domain.blocks import BlockName, describe_change, unpack_tokens
+from semantic.domain.errors import (
+    CacheCorruptionError,
+    ConflictError,
+    InvalidRequestError,
+    OverloadedError,
+    RateLimitedError,
+)
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload
 from semantic.ports.inbound import ImportedAgent
-from semantic.ports.storage import AgentFilePort, ExportHead, ExportItem, ExportPart
+from semantic.ports.storage import (
+    AgentFilePort,
+    ExportHead,
+    ExportItem,
+    ExportPart,
+    PutAgent,
+    PutTurn,
+)
 
-_NO_MODEL = "none"  # in the head of a file that was written while none was loaded
+_NO_MODEL = "none"  # in the head of a file exported while no model was loaded
+
+# Limits on concurrent imports: each needs memory for its turns, and disk for its file.
+MAX_IMPORTS = 4
+MAX_TENANT_IMPORTS = 2
+_BUSY_RETRY_S = 5.0
 
 OpenFile = Callable[[], Iterable[bytes]]
 
 
 @dataclass(slots=True)
 class _Arrival:
-    """What a file was found to hold."""
+    """The content of an import file, without its payloads."""
 
     head: ExportHead
     turns: list[Turn] = field(default_factory=list)
@@ -42,7 +64,7 @@ class _Arrival:
 
 
 class AgentTransfer:
-    """Agents as files. Any thread; reads from disk."""
+    """Exports and imports agents. Thread-safe; reads from disk."""
 
     def __init__(
         self,
@@ -59,16 +81,19 @@ class AgentTransfer:
         self._disk = disk
         self._files = files
         self._feed = feed
+        self._lock = threading.Lock()
+        self._importing: Counter[str] = Counter()
 
-    # -- out ------------------------------------------------------------------------------------
+    # -- export ---------------------------------------------------------------------------------
 
     def export(self, principal: Principal, agent_id: str) -> Iterator[bytes]:
-        """Write an agent with its turns and KV cache as one file, piece by piece.
+        """Export an agent with its turns and KV cache as one file; yields the file in pieces.
 
-        While no model is loaded only what was said is written: nobody knows whose state it is.
+        While no model is loaded the file has no KV cache, since the head of the file must name the
+        model that computed it.
 
         Raises:
-            AgentNotFoundError: there is no such agent; before the first piece.
+            AgentNotFoundError: the agent does not exist; raised before the first piece.
         """
         agent = self._agents.get(principal.tenant, agent_id)
         return self._files.write(self._items(agent, self._device.model))
@@ -84,7 +109,7 @@ class AgentTransfer:
             yield from self._parts(turns[0].pointer)
 
     def _parts(self, pointer: Pointer) -> Iterator[ExportPart]:
-        """The parts of all blocks on the way to a pointer, as far as they are available."""
+        """Yield the parts of the blocks up to a pointer, stopping at the first missing one."""
         for node in self._cache().store.chain(pointer.block):
             kinds = [kind for kind in LayerKind if node.has(kind)]
             try:
@@ -104,7 +129,37 @@ class AgentTransfer:
             raise CacheCorruptionError(f"block {node.name.short} is gone")
         return self._disk.read(part).result()
 
-    # -- in -------------------------------------------------------------------------------------
+    # -- import ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def admit_import(self, principal: Principal) -> Iterator[None]:
+        """Count an import against the limits while its file is uploaded and read.
+
+        Raises:
+            RateLimitedError: `MAX_TENANT_IMPORTS` imports of this tenant are in progress.
+            OverloadedError: `MAX_IMPORTS` imports of all tenants are in progress.
+        """
+        tenant = principal.tenant
+        with self._lock:
+            if self._importing[tenant] >= MAX_TENANT_IMPORTS:
+                raise RateLimitedError(
+                    f"{MAX_TENANT_IMPORTS} imports of this tenant are in progress, which is the "
+                    "limit; try again.",
+                    retry_after_s=_BUSY_RETRY_S,
+                )
+            if self._importing.total() >= MAX_IMPORTS:
+                raise OverloadedError(
+                    f"{MAX_IMPORTS} imports are in progress, which is the limit; try again.",
+                    retry_after_s=_BUSY_RETRY_S,
+                )
+            self._importing[tenant] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._importing[tenant] -= 1
+                if not self._importing[tenant]:
+                    del self._importing[tenant]
 
     def import_agent(
         self,
@@ -117,14 +172,16 @@ class AgentTransfer:
         """Import an exported agent; the whole file is checked before anything is changed.
 
         Args:
-            principal: Whose it becomes.
-            open_file: Gives the file's content from its beginning, each time.
-            new_id: Its name from now on; None keeps the one in the file.
-            is_messages_only: Take what was said and leave tokens and KV cache.
+            principal: The new owner.
+            open_file: Returns the file's content from its beginning, on every call.
+            new_id: Id of the imported agent; None keeps the id in the file.
+            is_messages_only: Import the messages without tokens and KV cache.
 
         Raises:
-            ConflictError: the name is taken.
-            InvalidRequestError: the file is damaged, or another model's.
+            ConflictError: an agent with this id exists.
+            InvalidRequestError: the file is damaged, or was exported from another model.
+            ModelSwapError: `is_messages_only` is False, and no model is ready to compare with.
+            QuotaExceededError: the import exceeds the tenant's disk quota.
         """
         signer = self._files.check(open_file())
         is_trusted = bool(signer) and not is_messages_only
@@ -135,6 +192,8 @@ class AgentTransfer:
         known = known.with_id(new_id) if new_id else known
         if self._agents.find(principal.tenant, known.id) is not None:
             raise ConflictError(f"agent {known.id!r} already exists.", param="id")
+        logged = (PutTurn(principal.tenant, turn) for turn in arrival.turns)
+        self._agents.storage.check(principal.tenant, PutAgent(known), *logged)
         names: dict[BlockName, BlockName] = {}
         root = BlockName()
         if not is_messages_only:
@@ -155,21 +214,22 @@ class AgentTransfer:
             last_used=now,
             is_pinned=False,
         )
-        made = self._agents.create(agent, turns)
-        self._feed.publish(AgentChanged(made.tenant, made.id, AgentAction.IMPORTED))
+        with self._agents.log.settled():
+            made = self._agents.create(agent, turns)
+            self._feed.publish(AgentChanged(made.tenant, made.id, AgentAction.IMPORTED))
         reason = _reason(
             signer, arrival.head, is_messages_only=is_messages_only, has_state=bool(names)
         )
         return ImportedAgent(made, has_state=bool(names), reason=reason)
 
     def _seal(self, root: BlockName, items: Iterator[ExportItem]) -> dict[BlockName, BlockName]:
-        """Keep blocks under names of their new owner; returns which became which."""
+        """Seal blocks under names of the new owner; returns a map from old names to new ones."""
         store = self._cache().store
         parts = (item for item in items if isinstance(item, ExportPart))
         names: dict[BlockName, BlockName] = {}
         is_room = True
         for name, group in groupby(parts, key=lambda item: item.part.name):
-            block = list(group)  # all items are read: the file is checked to its end
+            block = list(group)  # consume every item, so that the file is checked to its end
             part = block[0].part
             parent = root if part.parent == part.root else names.get(part.parent)
             if not is_room or parent is None:
@@ -185,7 +245,7 @@ class AgentTransfer:
 
 
 def _checked(items: Iterator[ExportItem]) -> _Arrival:
-    """Read a file to its end and see that its turns follow one another."""
+    """Read a file to its end and check that each turn's parent is the turn before it."""
     first = next(items, None)
     if not isinstance(first, ExportHead):
         raise InvalidRequestError("the file does not begin with an agent.", param="file")
@@ -210,9 +270,12 @@ def _checked(items: Iterator[ExportItem]) -> _Arrival:
 def _require_same_model(head: ExportHead, model: LoadedModel) -> None:
     served = _fingerprint(model), model.backend.traits.kv_abi
     if (head.fingerprint, head.abi) != served:
+        reason = f"the file's KV cache is of {head.model!r}, and {model.id!r} cannot use it."
+        if head.fingerprint == served[0]:
+            rest = model.kv_format
+            reason = f"the file's {describe_change((head.abi, rest), (served[1], rest))}"
         raise InvalidRequestError(
-            f"the file's KV cache is of {head.model!r}, and {model.id!r} cannot use it. "
-            "Import what was said alone, with messages_only=true.",
+            f"{reason} Import what was said alone, with messages_only=true.",
             param="messages_only",
         )
 
@@ -228,7 +291,7 @@ def _reason(signer: str, head: ExportHead, *, is_messages_only: bool, has_state:
 
 
 def _renamed(turns: Iterable[Turn], agent_id: str, now: float) -> list[Turn]:
-    """Give turns ids of their own; none is of the future."""
+    """Give turns new ids, and clip creation times to `now`."""
     renamed: list[Turn] = []
     for turn in turns:
         taken = replace(
@@ -246,7 +309,7 @@ def _renamed(turns: Iterable[Turn], agent_id: str, now: float) -> list[Turn]:
 def _placed(
     turns: Iterable[Turn], root: BlockName, names: dict[BlockName, BlockName]
 ) -> list[Turn]:
-    """Let turns point at the blocks that were kept."""
+    """Point turns at the sealed blocks; a turn whose block is missing gets no pointer."""
     placed = []
     for turn in turns:
         block = names.get(turn.pointer.block) if turn.pointer else None
@@ -256,11 +319,11 @@ def _placed(
 
 
 def _unplaced(turns: Iterable[Turn]) -> list[Turn]:
-    """Leave only what was said: tokens and places of another model, or a stranger's claims."""
+    """Keep only the messages: tokens and pointers are of another model, or not trusted."""
     unplaced: list[Turn] = []
     num_messages = 0
     for turn in turns:
-        # Counted again, since everything that is read of a log later relies on it.
+        # Do not trust the file's count: later reads of the log rely on it.
         num_messages = len(turn.messages) + (0 if turn.holds_all_messages else num_messages)
         bare = replace(turn, tokens=(), num_tokens=0, digest="", pointer=None)
         unplaced.append(replace(bare, num_messages=num_messages))

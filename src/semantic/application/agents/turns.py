@@ -1,8 +1,8 @@
-"""Turns: in line, watched, on their way to the ledger, read again, found by their request.
+"""Turns: their queue, their progress and telemetry, and the log that stores them.
 
-A turn is read from memory while it waits to be written. It may be logged after the block it points
-at went into a longer one: then the row that would repoint it came too early. So what was replaced
-is remembered for a while.
+Until a turn is written, it is read from memory. A longer block may replace the block that a turn
+points at before the turn is logged; the `Repoint` row then precedes the turn's row and misses it.
+So `TurnLog` remembers recent replacements and applies them to turns logged later.
 """
 
 import asyncio
@@ -20,7 +20,12 @@ from semantic.application.agents.feed import EventFeed, TurnEnded, TurnStarted
 from semantic.domain.agents import Principal, Reuse, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import Message, Role
-from semantic.domain.errors import GenerationTimeoutError, OverloadedError, SemanticError
+from semantic.domain.errors import (
+    CachePersistenceError,
+    GenerationTimeoutError,
+    OverloadedError,
+    SemanticError,
+)
 from semantic.domain.events import Failed, Finished, PrefillProgress, Started
 from semantic.ports.inbound import PastTurn, Reply
 from semantic.ports.storage import (
@@ -33,75 +38,125 @@ from semantic.ports.storage import (
 )
 from semantic.ports.telemetry import RequestEnd, RequestTrace, TelemetryPort
 
-_Key: TypeAlias = tuple[str, str]  # tenant, turn or agent
+_Key: TypeAlias = tuple[str, str]  # tenant, and the id of a turn or an agent
 _PAGE = 256
 _MAX_LINKS = 50_000
-_MAX_MOVES = 256  # a turn is logged right after its last block was sealed
+_MAX_MOVES = 256  # few suffice: a turn is logged right after its last block is sealed
 _UNKNOWN = ""  # no turn has this id
 
 
 def turn_id(request_id: str) -> str:
-    """What the turn of a request is called."""
+    """Return the id of the turn that a request creates."""
     return f"turn_{request_id}"
 
 
 class TurnLog:
-    """All turns of one directory. Thread-safe; writing never waits for the disk."""
+    """All turns of one ledger. Thread-safe.
 
-    def __init__(self, ledger: LedgerPort, write: WriteChanges) -> None:
-        """Begin with what is written.
+    The device thread calls `move`, which therefore never waits for I/O.
+    """
+
+    def __init__(
+        self, ledger: LedgerPort, write: WriteChanges, settle_s: float | None = None
+    ) -> None:
+        """Start with the turns in the ledger.
 
         Args:
-            ledger: Where turns are read.
-            write: Makes changes in order; its future tells when they are written.
+            ledger: Source of written turns.
+            write: Writes changes in order; its future resolves when they are written.
+            settle_s: Longest wait of `settled`; None does not wait.
         """
         self._ledger = ledger
         self._write = write
-        self._lock = threading.Lock()
-        self._turns: dict[_Key, Turn] = {}  # not written yet
+        self._settle_s = settle_s
+        # Serialises `put`, and is held while a database is written: `move` must not acquire it.
+        self._order = threading.Lock()
+        self._lock = threading.Lock()  # guards the fields below; never held across I/O
+        self._turns: dict[_Key, Turn] = {}  # not written yet, in the order of their writes
         self._parents: dict[_Key, str | None] = {}
         self._moves: OrderedDict[BlockName, BlockName] = OrderedDict()
 
     # -- writing --------------------------------------------------------------------------------
 
     def put(self, tenant: str, turn: Turn, *changes: LedgerChange) -> tuple[Turn, Future[None]]:
-        """Write a turn, and with it other changes; returns it as it is written."""
+        """Write a turn together with other changes.
+
+        Returns the turn with its current pointer, and a future that resolves when it is written.
+        """
         self._link(tenant, [(turn.id, turn.parent)])
-        with self._lock:
-            turn = self._located(turn)
-            self._turns.pop((tenant, turn.id), None)
-            self._turns[tenant, turn.id] = turn
+        with self._order:
+            with self._lock:
+                turn = self._located(turn)
+                self._turns.pop((tenant, turn.id), None)
+                self._turns[tenant, turn.id] = turn
             try:
                 done = self._write(PutTurn(tenant, turn), *changes)
             except BaseException:
-                del self._turns[tenant, turn.id]
+                with self._lock:
+                    del self._turns[tenant, turn.id]
                 raise
+            with self._lock:
+                moved = self._located(turn)
+            if turn.pointer and moved.pointer and moved.pointer != turn.pointer:
+                # The block moved during the write: its Repoint row may precede the turn's row.
+                self._write(Repoint(turn.pointer.block, moved.pointer.block))
         done.add_done_callback(lambda written: self._forget(tenant, turn, written))
         return turn, done
 
     def move(self, old: BlockName, new: BlockName) -> None:
-        """Let all turns that point at `old`, those to come too, point into `new`."""
+        """Repoint all turns from block `old` to block `new`, including turns logged later."""
         with self._lock:
             self._moves[old] = new
             if len(self._moves) > _MAX_MOVES:
                 self._moves.popitem(last=False)
             self._write(Repoint(old, new))
 
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """On exit, wait until all changes so far, of all threads, are written.
+
+        Does not wait if `settle_s` is None. Waits also if the body raises: the error may report
+        that an agent does not exist while its deletion is still being written.
+
+        Raises:
+            CachePersistenceError: the changes are not written yet; the writer keeps retrying.
+        """
+        try:
+            yield
+        finally:
+            if self._settle_s is not None:
+                self._settle(self._settle_s)
+
+    def _settle(self, timeout_s: float) -> None:
+        try:
+            self._write().result(timeout_s)  # an empty write resolves after all earlier ones
+        except TimeoutError:
+            why = f"writing takes more than {timeout_s:g} s."
+        except CachePersistenceError as error:
+            why = error.message
+        else:
+            return
+        raise CachePersistenceError(
+            f"the change is made in memory, but is not on disk yet: {why} The server writes it as "
+            "soon as the disk allows; /health shows the problem.",
+            retry_after_s=5,
+        )
+
     # -- reading --------------------------------------------------------------------------------
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
-        """A turn, from memory until it is written; None if there is none."""
+        """Return a turn, from memory if it is not written yet; None if it does not exist."""
         return self._unwritten(tenant, turn_id) or self._ledger.turn(tenant, turn_id)
 
     def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
-        """Find where a turn ended; what was said in it is not read."""
+        """Return where a turn ended, without reading its messages; None if it does not exist."""
         held = self._unwritten(tenant, turn_id)
         if held is not None:
             return TurnPlace(held.num_tokens, held.pointer)
         return self._ledger.place(tenant, turn_id)
 
     def turns(self, tenant: str, head: str | None, limit: int) -> list[Turn]:
-        """The turns that led to `head`, the latest first."""
+        """Return up to `limit` turns that lead to `head`, latest first."""
         found: list[Turn] = []
         while head is not None and len(found) < limit:
             held = self._unwritten(tenant, head)
@@ -112,7 +167,7 @@ class TurnLog:
         return found
 
     def ancestry(self, tenant: str, head: str | None, until: str) -> Iterator[str]:
-        """The ids of the turns that led to `head`, the latest first, no further than `until`."""
+        """Yield the ids of the turns that lead to `head`, latest first, ending with `until`."""
         while head is not None:
             with self._lock:
                 parent = self._parents.get((tenant, head), _UNKNOWN)
@@ -125,12 +180,12 @@ class TurnLog:
             head = parent if head != until else None
 
     def tokens(self, tenant: str, head: str | None) -> list[int]:
-        """All tokens of the conversation that a turn ended."""
+        """Return all tokens of the conversation up to a turn."""
         turns = self._back_to(tenant, head, lambda turn: turn.holds_all_tokens)
         return [token for turn in turns for token in turn.tokens]
 
     def messages(self, tenant: str, head: str | None) -> list[Message]:
-        """All messages of the conversation that a turn ended."""
+        """Return all messages of the conversation up to a turn."""
         turns = self._back_to(tenant, head, lambda turn: turn.holds_all_messages)
         return [message for turn in turns for message in turn.messages]
 
@@ -139,7 +194,7 @@ class TurnLog:
     def _back_to(
         self, tenant: str, head: str | None, is_first: Callable[[Turn], bool]
     ) -> list[Turn]:
-        """The turns from the latest that is a beginning up to `head`, in order."""
+        """Return the turns from the latest one that satisfies `is_first` to `head`, in order."""
         found: list[Turn] = []
         while head is not None:
             page = self.turns(tenant, head, _PAGE)
@@ -162,16 +217,16 @@ class TurnLog:
         return turn
 
     def _forget(self, tenant: str, turn: Turn, written: Future[None]) -> None:
-        """Turns that are written can be read there; those before one were written before it."""
+        """Drop a written turn from memory, and all turns before it: writes happen in order."""
         if written.exception() is not None:
             return
         with self._lock:
-            # One that was put again meanwhile is not written yet.
+            # If the turn was put again meanwhile, its newer version is not written yet.
             while self._turns.get((tenant, turn.id)) is turn:
                 del self._turns[next(iter(self._turns))]
 
     def _link(self, tenant: str, links: Iterable[tuple[str, str | None]]) -> None:
-        """Remember which turn follows which; that never changes."""
+        """Cache the parents of turns; a turn's parent never changes."""
         with self._lock:
             for turn_id, parent in links:
                 self._parents[tenant, turn_id] = parent
@@ -180,13 +235,16 @@ class TurnLog:
 
 
 class PastTurns:
-    """What was said in turns that are over. Any thread but the event loop's: may read a disk."""
+    """The content of finished turns.
+
+    Thread-safe; do not call it on the event loop's thread, since it may read from disk.
+    """
 
     def __init__(self, log: TurnLog) -> None:
         self._log = log
 
     def find(self, request_id: str, principal: Principal) -> PastTurn | None:
-        """Find the turn that a request made; None if it is unknown, or its text is not kept."""
+        """Return the turn a request created; None if it is unknown or has no stored text."""
         turn = self._turn(request_id, principal)
         if turn is None:
             return None
@@ -203,15 +261,18 @@ class PastTurns:
         )
 
     def forget(self, request_id: str, principal: Principal) -> bool:
-        """Remove what was said in a turn; False if there is nothing to remove.
+        """Remove the messages and tokens of a turn; returns False if it has none.
 
-        Its place and its KV cache stay.
+        The turn's place in the history and its KV cache stay.
+
+        Raises:
+            CachePersistenceError: the text is removed in memory, but not on disk yet.
         """
-        turn = self._turn(request_id, principal)
-        if turn is None:
-            return False
-        self._log.put(principal.tenant, replace(turn, messages=(), tokens=()))
-        return True
+        with self._log.settled():
+            turn = self._turn(request_id, principal)
+            if turn is not None:
+                self._log.put(principal.tenant, replace(turn, messages=(), tokens=()))
+            return turn is not None
 
     def _turn(self, request_id: str, principal: Principal) -> Turn | None:
         turn = self._log.turn(principal.tenant, turn_id(request_id))
@@ -221,7 +282,7 @@ class PastTurns:
 
 @dataclass(frozen=True, slots=True)
 class LiveTurns:
-    """Requests that have not got their last event: how many wait, run, and whose they are."""
+    """Numbers of waiting and running requests, and of the agents they belong to."""
 
     num_waiting: int
     num_running: int
@@ -230,12 +291,12 @@ class LiveTurns:
 
 @dataclass(frozen=True, slots=True)
 class RunningTurn:
-    """A waiting or running request, and how far it has got.
+    """A waiting or running request, and its progress.
 
     Attributes:
         state: `queued`, `prefill` or `decoding`.
-        computed_tokens: Of the prompt, what is there: reused or computed.
-        age_s: Since it came.
+        computed_tokens: Prompt tokens whose KV cache is available, reused or computed.
+        age_s: Seconds since the request was received.
     """
 
     agent_id: str
@@ -250,10 +311,10 @@ class RunningTurn:
 
 
 class TurnWatch:
-    """Tells the feed and telemetry when turns begin and end, and counts them. Thread-safe.
+    """Reports the start and end of turns to the feed and to telemetry. Thread-safe.
 
     Attributes:
-        counts: What became of them since the start.
+        counts: Outcomes of requests since the start of the server.
     """
 
     def __init__(self, feed: EventFeed, telemetry: TelemetryPort) -> None:
@@ -265,7 +326,7 @@ class TurnWatch:
 
     @property
     def live(self) -> LiveTurns:
-        """Who waits and runs now."""
+        """Numbers of requests that wait or run now."""
         with self._lock:
             turns = list(self._live.values())
         num_waiting = sum(trace.admitted is None for _, trace in turns)
@@ -273,7 +334,7 @@ class TurnWatch:
         return LiveTurns(num_waiting, len(turns) - num_waiting, len(agents))
 
     def running(self, tenant: str) -> list[RunningTurn]:
-        """A tenant's requests that wait or run, those that came first before the others."""
+        """Return the waiting and running requests of a tenant, oldest first."""
         with self._lock:
             turns = [known for known in self._live.values() if known[0].tenant == tenant]
         return [_running(turn, trace) for turn, trace in turns]
@@ -281,7 +342,7 @@ class TurnWatch:
     def begin(
         self, started: Started, tenant: str, agent_id: str, trace: RequestTrace
     ) -> Callable[[Finished | Failed, Reuse], None]:
-        """Tell that a turn began; returns what is to be called with its end."""
+        """Report the start of a turn; returns a function to call with its last event."""
         begun = TurnStarted(
             tenant, agent_id, turn_id(started.request_id), started.usage.prompt_tokens
         )
@@ -292,13 +353,13 @@ class TurnWatch:
         return lambda event, reuse: self._end(started, begun, event, reuse)
 
     def refuse(self, model: str, error: SemanticError) -> None:
-        """Count a request that was not queued."""
+        """Count a request that was rejected before it was queued."""
         with self._lock:
             self.counts.outcomes[model, "refused"] += 1
             self.counts.failures[error.kind] += 1
 
     def persist(self, trace: RequestTrace, written: Future[None]) -> None:
-        """Tell when the turn of a request, which was handed over now, is written."""
+        """Report to telemetry when the turn of a request, submitted now, is written."""
         started = time.monotonic()
         written.add_done_callback(lambda _: self._telemetry.persisted(trace, started))
 
@@ -346,7 +407,15 @@ def _running(turn: TurnStarted, trace: RequestTrace) -> RunningTurn:
 
 @dataclass(slots=True)
 class TurnLane:
-    """The turns of one agent in a conversation that the server keeps: one runs, others wait."""
+    """The queue of one agent's turns, where the server keeps the conversation: one runs at a time.
+
+    Attributes:
+        lock: Held by the running turn.
+        num_turns: Running and waiting turns.
+        num_cancels: Calls of `TurnLanes.cancel`, so that a turn notices one before its reply
+            exists.
+        reply: The reply of the running turn.
+    """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_turns: int = 0
@@ -355,26 +424,26 @@ class TurnLane:
 
 
 class TurnLanes:
-    """Agents' turns, one after another. On the event loop's thread, but for `cancel`."""
+    """Runs the turns of each agent in sequence. For the event loop's thread, except `cancel`."""
 
     def __init__(self, *, max_waiting: int, timeout_s: float) -> None:
-        """Start with nobody waiting.
+        """Create the lanes; an agent gets one with its first turn.
 
         Args:
-            max_waiting: Turns of all agents that may wait for the ones before them.
-            timeout_s: The longest such a wait.
+            max_waiting: Maximum number of waiting turns, of all agents together.
+            timeout_s: Longest wait of a turn for the agent's earlier turns.
         """
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
         self._lanes: dict[_Key, TurnLane] = {}
 
     def num_turns(self, tenant: str, agent_id: str) -> int:
-        """How many turns of an agent run or wait."""
+        """Return the number of running and waiting turns of an agent."""
         lane = self._lanes.get((tenant, agent_id))
         return lane.num_turns if lane else 0
 
     def cancel(self, tenant: str, agent_id: str) -> None:
-        """End the turn that is running, if one is; safe on any thread."""
+        """Cancel the running turn of an agent, if any. Thread-safe."""
         lane = self._lanes.get((tenant, agent_id))
         if lane is None:
             return
@@ -384,10 +453,10 @@ class TurnLanes:
 
     @contextlib.contextmanager
     def lane(self, tenant: str, agent_id: str) -> Iterator[TurnLane]:
-        """Count as a turn that runs or waits.
+        """Enter an agent's lane, and count as one of its turns until the context ends.
 
         Raises:
-            OverloadedError: too many wait already.
+            OverloadedError: `max_waiting` turns wait already.
         """
         key = (tenant, agent_id)
         num_waiting = sum(lane.num_turns - 1 for lane in self._lanes.values())
@@ -403,10 +472,10 @@ class TurnLanes:
                 del self._lanes[key]
 
     async def wait(self, lane: TurnLane) -> None:
-        """Wait for the turns before; takes the lane's lock.
+        """Wait for the agent's earlier turns and acquire the lane's lock.
 
         Raises:
-            GenerationTimeoutError: they took too long.
+            GenerationTimeoutError: they took longer than the timeout.
         """
         try:
             async with asyncio.timeout(self._timeout_s):

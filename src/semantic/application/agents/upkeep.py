@@ -1,6 +1,6 @@
-"""What is done beside serving: collect garbage, verify, warm up, forget who expired, back up.
+"""Background maintenance: garbage collection, verification, warm-up, expiry and backups.
 
-Works on what agents reach; it computes nothing and never stands in a request's way.
+It works on blocks and ledger rows only; it computes no KV cache and does not block requests.
 """
 
 import functools
@@ -9,39 +9,44 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
 from semantic.application.agents.ledger import AgentLedger
+from semantic.application.cache.formats import StoredFormats
 from semantic.application.cache.remote import RemoteTier
-from semantic.application.cache.restore_plan import WantedPart
+from semantic.application.cache.restore_plan import WantedPart, state_of
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskTier
 from semantic.application.prompt.replay import REPLAY_TTL_S
 from semantic.domain.agents import Agent, Pointer
-from semantic.domain.blocks import BlockName
+from semantic.domain.blocks import TOKEN_BYTES, BlockName, pack_tokens
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
 from semantic.ports.inbound import CheckProgress, StateView
 from semantic.ports.storage import BlockFilesPort, LedgerPort, MarkIndexWhole, PutPart, TouchParts
 
 _log = logging.getLogger(__name__)
 
-_RESUMABLE_TURNS = 2  # of each agent, for models that cannot be cut anywhere
+# Latest turns of each agent that stay resumable, for models whose KV cache cannot be truncated at
+# every position.
+_RESUMABLE_TURNS = 2
 _WARM_SHARE = 0.25
-_SCAN_FILES, _SCAN_PAUSE_S = 16, 0.002  # read at a stretch beside requests, and the rest after it
-_LATE_ROUNDS = 5  # a backup that is so many rounds old is late
+_SCAN_FILES, _SCAN_PAUSE_S = 16, 0.002  # files scanned between two pauses while requests run
+_LATE_ROUNDS = 5  # a backup older than this many intervals is reported as late
 _MAX_TOLD = 3
 
 _T = TypeVar("_T")
-# What is done, and the tenant and id of the agent it is done for.
+# Name of a task, and the tenant and id of the agent it concerns.
 _Work: TypeAlias = tuple[str, tuple[str, str] | None]
 
 
 class Upkeep:
-    """Looks after one store and one ledger. Safe on any thread.
+    """Maintains one block store and one ledger. Thread-safe.
 
     Attributes:
-        remote: What all servers share; None if there is but this one.
-        trim_memory: Returns memory that was freed to the system.
+        remote: Block parts shared by all servers; None if this is the only server.
+        trim_memory: Returns freed memory to the operating system.
+        formats: The models and formats that computed the stored blocks.
     """
 
     def __init__(
@@ -71,10 +76,11 @@ class Upkeep:
         self._failures: dict[_Work, str] = {}
         self.remote: RemoteTier | None = None
         self.trim_memory: Callable[[], None] = lambda: None
+        self.formats = StoredFormats()
 
     @property
     def problem(self) -> str:
-        """What could not be done, and that the backup is late; empty while all is well."""
+        """Description of failed tasks and of a late backup; empty if there is no problem."""
         failed = [
             f"upkeep: {name}{f' of agent {key[1]}' if key else ''} failed: {reason}"
             for (name, key), reason in tuple(self._failures.items())
@@ -91,27 +97,43 @@ class Upkeep:
     # -- agents ---------------------------------------------------------------------------------
 
     def footprint(self, agent: Agent) -> StateView:
-        """See where an agent's state is."""
+        """Return the KV cache that an agent's next turn can reuse, found by the engine's lookup."""
         pointer = self._pointer(agent)
         if pointer is None:
             return StateView()
-        return self._store.footprint(pointer, lambda: self._agents.tokens(agent))
+        root = self.formats.root_for(agent, pointer)
+        chain = self._store.chain(pointer.block) if root == pointer.root else []
+        if chain and chain[0].parent == root:
+            packed = b"".join(node.tokens for node in chain)[: pointer.num_tokens * TOKEN_BYTES]
+        else:  # the last blocks are evicted, or in another format: find the prefix by its tokens
+            packed = pack_tokens(self._agents.tokens(agent))
+        state = state_of(self._store.find(root, packed), pointer.num_tokens)
+        note = self.formats.note(agent.tenant, pointer.root) if root != pointer.root else ""
+        return replace(state, note=note)
+
+    def is_lost(self, agent: Agent, pointer: Pointer) -> bool:
+        """Whether an agent's next turn cannot find the blocks of its latest turn.
+
+        That is so if it looks below another root, as after a change of model or KV format. Reads
+        no blocks.
+        """
+        return self.formats.root_for(agent, pointer) != pointer.root
 
     def prefetch(self, agent: Agent) -> int:
-        """Begin to read what an agent's next turn needs; returns how many parts that are."""
+        """Start reading the parts an agent's next turn needs into memory; returns their number."""
         return len(self._store.prefetch(self._next_parts(agent)))
 
     def evict(self, agent: Agent, *, is_cold: bool = False) -> int:
-        """Drop an agent's own state from memory, and from disk too if it is to be cold.
+        """Evict an agent's blocks from memory, and with `is_cold` from disk too.
 
-        What other agents share stays, and so does what is not on disk yet, unless it is to be cold.
-        Returns how many parts went from memory.
+        Blocks that other agents reach stay. Without `is_cold`, parts that are not on disk yet stay
+        as well. Returns the number of parts evicted from memory.
         """
         pointer = self._pointer(agent)
         if pointer is None:
             return 0
         if is_cold and self._disk is not None:
-            self._disk.flush(timeout_s=30)  # what is being written would come back
+            self._disk.flush(timeout_s=30)  # a part that is being written would reappear
         return self._store.evict(
             pointer,
             lambda: self._agents.tokens(agent),
@@ -120,7 +142,10 @@ class Upkeep:
         )
 
     def refresh_pins(self) -> None:
-        """Keep on disk, whatever the budget, what pinned agents reach by now, and nothing else."""
+        """Pin the blocks that pinned agents reach now, and unpin all others.
+
+        Pinned blocks stay on disk even if the disk budget is exceeded.
+        """
         pinned = [agent for agent in self._agents.recent() if agent.is_pinned]
         if not pinned and not self._has_pins:
             return
@@ -128,12 +153,15 @@ class Upkeep:
         self._store.pin(pointers)
         self._has_pins = bool(pinned)
 
-    # -- garbage --------------------------------------------------------------------------------
+    # -- garbage collection ---------------------------------------------------------------------
 
     def collect(self, *, orphan_age_s: float | None = None) -> int:
-        """Delete what no agent reaches and nobody used for a while; returns the bytes freed.
+        """Delete unused turns and blocks that no agent reaches; returns the bytes freed.
 
-        So goes what has been in quarantine for that long.
+        Files that have been in quarantine for that time are deleted too.
+
+        Args:
+            orphan_age_s: Minimum time since the last use; None applies the configured time.
         """
         age = self._orphan_ttl_s if orphan_age_s is None else orphan_age_s
         before = self._now() - age
@@ -141,8 +169,8 @@ class Upkeep:
             return self._collect_shared(before, age)
         self._agents.expire()
         if self._disk is not None:
-            self._disk.flush(timeout_s=30)  # what was committed is reached from now on
-        self._ledger.forget_unreachable(before=before, replays_before=self._now() - REPLAY_TTL_S)
+            self._disk.flush(timeout_s=30)  # so that committed turns count as reachable
+        self._forget_unreachable(before)
         reachable = self._store.reachable(self._ledger.pointers()) | self._partly_reachable()
         freed = self._store.drop_orphans(reachable, unused_since=before)
         if self._files is not None:
@@ -150,19 +178,23 @@ class Upkeep:
         return freed + self._drop_boundaries(before)
 
     def _collect_shared(self, before: float, age_s: float) -> int:
-        """Drop this machine's copies that nobody used; what is shared goes if no agent reaches it.
+        """Delete unused local copies, and shared parts that no agent reaches.
 
-        One server at a time does the latter.
+        Only one server at a time deletes shared parts.
         """
         freed = self._store.drop_orphans((), unused_since=before)
         if self._files is not None:
             freed += self._files.empty_quarantine(before=before)
         assert self.remote is not None  # noqa: S101 - the caller has looked
-        self._ledger.forget_unreachable(before=before, replays_before=self._now() - REPLAY_TTL_S)
+        self._forget_unreachable(before)
         return freed + self.remote.collect(unused_s=age_s)
 
+    def _forget_unreachable(self, before: float) -> None:
+        self._ledger.forget_unreachable(before=before, replays_before=self._now() - REPLAY_TTL_S)
+        self._agents.storage.refresh()
+
     def verify(self) -> Iterator[CheckProgress]:
-        """Read every file; bad ones go to quarantine and are computed again when needed."""
+        """Check every block file; damaged ones go to quarantine and are recomputed when needed."""
         parts = [WantedPart(n, kind) for n in self._store.nodes() for kind in tuple(n.files)]
         num_bad = 0
         yield CheckProgress(0, len(parts), 0)
@@ -172,21 +204,21 @@ class Upkeep:
                 try:
                     self._disk.read(part).result()
                 except DrainingError:
-                    return  # it says nothing of the file
+                    return  # shutting down; the file may be intact
                 except CacheCorruptionError as error:
                     if wanted.node.files.get(wanted.kind) is not part:
-                        continue  # it was deleted meanwhile, as it may be
+                        continue  # deleted meanwhile, which is no damage
                     _log.warning("block %s is bad: %s", part.name.short, error.message)
                     num_bad += 1
                     self._store.discard([wanted])
             yield CheckProgress(count, len(parts), num_bad)
 
-    # -- the background -------------------------------------------------------------------------
+    # -- background thread ----------------------------------------------------------------------
 
     def start(self, interval_s: float, *, is_index_lost: bool = False) -> None:
-        """Warm up, then look after things every so often.
+        """Start the background thread: warm up, then run `tick` every `interval_s`.
 
-        A lost index is read from the files first, before this returns.
+        If the index is lost, it is rebuilt from the files before this method returns.
         """
         if is_index_lost:
             self._guarded("reading the index", self.reconcile)
@@ -201,28 +233,29 @@ class Upkeep:
         self._thread.start()
 
     def begin_warm_up(self) -> None:
-        """Warm up for another model, in the background."""
+        """Start `warm_up` in the background, after another model was loaded."""
         work = functools.partial(self._guarded, "warming up", self.warm_up)
         threading.Thread(target=work, name="semantic-warm-up", daemon=True).start()
 
     def stop(self, timeout_s: float) -> None:
-        """End the background work."""
+        """Stop the background thread, waiting up to `timeout_s` for it."""
         self._is_stopping.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
 
     def warm_up(self) -> None:
-        """Read the heads of the agents used last, within a share of the memory."""
+        """Prefetch the KV cache of the most recently used agents, within a share of the memory."""
         agents = self._agents.recent(limit=64)
         found = self._each("warming up", agents, self._next_parts)
         parts = [part for parts in found for part in parts or ()]
         self._store.prefetch(parts, int(self._store.usage().total * _WARM_SHARE))
 
     def reconcile(self, pause_s: float = 0.0) -> None:
-        """Compare the index with the files: a crash may have come between the two.
+        """Make the index match the files; a crash may have updated only one of them.
 
         Args:
-            pause_s: A rest after every few files; without it, requests wait for the interpreter.
+            pause_s: Pause after every few files, so that the scan does not starve request threads
+                of the interpreter lock.
         """
         if self._files is None or self._disk is None:
             return
@@ -230,16 +263,16 @@ class Upkeep:
         new = []
         for count, part in enumerate(self._files.scan(), 1):
             if self._is_stopping.wait(0.0 if count % _SCAN_FILES else pause_s):
-                return  # the next start compares them again
+                return  # the next start runs it again
             if missing.pop(part.key, None) is None:
                 new.append(part)
         unknown = self._store.reconcile(new, missing)
         self._disk.change(*(PutPart(part) for part in unknown), MarkIndexWhole())
 
     def tick(self) -> None:
-        """Write down what was used, forget who expired, and back up the ledger.
+        """Run the periodic tasks: expiry, pins, retried writes, usage times, ledger backup.
 
-        What fails holds up nothing else.
+        A failed task does not stop the others.
         """
         self._guarded("forgetting who expired", self._agents.expire)
         self._guarded("pinning", self.refresh_pins)
@@ -261,17 +294,14 @@ class Upkeep:
                 self._guarded("giving memory back", self.trim_memory)
 
     def _guarded(self, name: str, work: Callable[[], _T], agent: Agent | None = None) -> _T | None:
-        """Do something; if it fails, that is told and goes no further: the next round tries again.
-
-        Returns None if it failed.
-        """
+        """Run a task; log and record a failure, and return None then. The next round retries."""
         key = (name, (agent.tenant, agent.id) if agent else None)
         try:
             done = work()
         except CachePersistenceError as error:
             self._failures[key] = error.message
             _log.warning("upkeep: %s failed: %s", name, error.message)
-        except Exception as error:  # noqa: BLE001 - one agent's trouble is not the others'
+        except Exception as error:  # noqa: BLE001 - a failure must not affect other tasks
             self._failures[key] = repr(error)
             _log.exception("upkeep: %s failed", name)
         else:
@@ -282,7 +312,7 @@ class Upkeep:
     def _each(
         self, name: str, agents: Iterable[Agent], work: Callable[[Agent], _T]
     ) -> Iterator[_T | None]:
-        """Do something for each agent; None stands for those for whom it failed."""
+        """Run a task for each agent; yields None for an agent whose task failed."""
         for agent in agents:
             yield self._guarded(name, functools.partial(work, agent), agent)
 
@@ -305,7 +335,7 @@ class Upkeep:
         return self._agents.place(agent).pointer
 
     def _partly_reachable(self) -> set[BlockName]:
-        """Blocks of agents whose last blocks were evicted."""
+        """Return the remaining blocks of agents whose last blocks were evicted."""
 
         def names(agent: Agent) -> list[BlockName]:
             pointer = self._pointer(agent)
@@ -318,12 +348,14 @@ class Upkeep:
         return {name for names in found for name in names or ()}
 
     def _next_parts(self, agent: Agent) -> tuple[WantedPart, ...]:
-        """What an agent's next turn will start from."""
+        """Return the parts that an agent's next turn restores."""
         pointer = self._pointer(agent)
-        if pointer is None or pointer.root not in self._store.roots:
+        if pointer is None:
             return ()
-        tokens = self._agents.tokens(agent)
-        return self._store.plan(pointer.root, tokens, is_used=False).parts
+        root = self.formats.root_for(agent, pointer)
+        if root not in self._store.roots:
+            return ()
+        return self._store.find(root, pack_tokens(self._agents.tokens(agent))).parts
 
     def _ledger_pointers(self, *, but: Agent) -> list[Pointer]:
         others = [

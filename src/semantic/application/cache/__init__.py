@@ -1,17 +1,23 @@
-"""Blocks of KV cache: git's objects. A block's way, in order.
+"""The KV cache as content-addressed blocks, comparable to git's objects.
 
-1. `store.py`: the engine seals a block here, and from then on it is known by its content.
-2. `index.py`: the tree of all blocks, walked along a prompt's tokens; the page's map lists it.
-3. `tiers.py`: where a block's parts are, one for each kind of layer: in memory, within the budget
-   of `domain/pool.py`, and on disk. What is not written yet is dirty.
-4. `writer.py`: one thread writes them to disk from a queue, a few read; `row_writer.py` writes rows
-   to the ledger, and marks turns whose row and blocks are all on disk as durable.
-5. `restore_plan.py`: for a prompt that begins alike, which parts restore how many of its tokens.
-6. `loader.py`: has `writer.py` read those that are only on disk, and holds them in memory until the
-   engine has loaded them.
-7. `remote.py`: the object store that several machines share: uploads, and reads of others' blocks.
+The modules, in reading order:
 
-`eviction.py` decides what goes when the disk is full, and what nobody will need again; memory is
-LRU, in `domain/pool.py`. One lock, of `tiers.py`, guards store, index and loader; store and loader
-may be called on any thread.
+1. `store.py`: the public interface. The engine seals blocks here and plans restores.
+2. `index.py`: the tree of all known blocks, searched by a prompt's tokens. The web page's map lists
+   its nodes.
+3. `tiers.py`: where the parts of a block are (one part per kind of layer): in memory, within the
+   budget of `domain/pool.py`, and on disk. Parts that are not on disk yet are dirty.
+4. `writer.py`: one thread writes files from a queue, several threads read. `row_writer.py` writes
+   ledger rows and marks a turn as durable when its row and all its blocks are on disk.
+5. `restore_plan.py`: chooses the parts that restore the longest known prefix of a prompt.
+6. `loader.py`: reads parts from disk through `writer.py` and holds them in memory until the engine
+   has loaded them.
+7. `formats.py`: records which model and format computed the blocks of each root, and explains why
+   the served model cannot use them.
+8. `remote.py`: the object store that several machines share: uploads, and downloads of blocks from
+   other machines.
+
+`eviction.py` chooses the blocks to evict when the disk is full and those that are no longer needed;
+memory is evicted in LRU order by `domain/pool.py`. The lock of `tiers.py` guards store, index and
+loader. Store and loader are thread-safe.
 """

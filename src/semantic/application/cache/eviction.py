@@ -1,10 +1,10 @@
-"""Which blocks go: every rule, side by side. Pure functions over the index; the store acts on them.
+"""Eviction rules, side by side. Pure functions over the index; the store acts on their results.
 
 memory      idle parts, least recently used first; `domain/pool.py` keeps that order
 disk        `disk_victims`: when a budget is full
-tails       `superseded_tails`: when a longer block begins with what a turn ended in
-boundaries  `old_boundaries`: window and state parts where nobody will resume
-orphans     `orphans`: what no agent reaches, after a while
+tails       `superseded_tails`: when a longer block begins with the tokens of a turn's last block
+boundaries  `old_boundaries`: window and state parts at positions that no agent will resume from
+orphans     `orphans`: blocks that no agent reaches, after a period without use
 """
 
 from collections.abc import Collection, Sequence
@@ -14,21 +14,22 @@ from semantic.application.cache.restore_plan import needed_windows
 from semantic.domain.blocks import BlockName
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 
-GRACE_S = 60.0  # a turn that just ended may not be logged yet
+GRACE_S = 60.0  # a turn that has just ended may not be in the ledger yet
 
 
 def disk_victims(
     index: BlockIndex, nbytes: int, *, spared: Collection[BlockName], root: BlockName | None = None
 ) -> list[BlockNode]:
-    """Choose nodes whose files make up `nbytes`: least recently used first, ends before beginnings.
+    """Choose nodes whose files add up to `nbytes`.
 
-    Nodes that are pinned, being read or in `spared` stay, and so does what they follow.
+    Least recently used nodes come first, and the end of a chain before its beginning. Nodes that
+    are pinned, leased or in `spared` stay, and so do the nodes before them in their chains.
 
     Args:
-        index: All nodes, in the order in which they were used.
-        nbytes: How much must go; less does if there is no more.
+        index: All nodes, least recently used first.
+        nbytes: Bytes to free; the result is smaller if not enough may be evicted.
         spared: Names of nodes that must stay.
-        root: Only this root's nodes go; None takes those of all.
+        root: Evict nodes of this root only; None means all roots.
     """
     victims: dict[BlockName, BlockNode] = {}
     passed: set[BlockName] = set()
@@ -42,7 +43,7 @@ def disk_victims(
 
     for oldest in index:
         node: BlockNode | None = oldest
-        # After an end goes what it followed, if that was passed for its sake.
+        # A parent that was skipped because of this follower can be evicted now.
         while node is not None and nbytes > 0 and may_go(node):
             victims[node.name] = node
             nbytes -= node.disk_bytes
@@ -54,9 +55,10 @@ def disk_victims(
 
 
 def superseded_tails(index: BlockIndex, node: BlockNode) -> list[BlockNode]:
-    """The short blocks turns ended in that `node` begins with, unless a reader counts on them.
+    """Return the tails that `node` replaces, except those with readers.
 
-    A tail's file stays until there is one to take its place, for that may never be written.
+    A tail is a short block in which a turn ended; `node` begins with its tokens. A tail's file
+    stays until `node` has a file too, because writing that file may fail.
     """
     return [
         tail
@@ -70,9 +72,10 @@ def superseded_tails(index: BlockIndex, node: BlockNode) -> list[BlockNode]:
 def resumable_blocks(
     nodes: Sequence[BlockNode], ends: Sequence[int], spec: ModelCacheSpec
 ) -> set[BlockName]:
-    """Of a turn's blocks, those whose window and state parts let it be resumed at `ends`.
+    """Return those of a turn's blocks whose window and state parts are needed to resume at `ends`.
 
-    Also where the head that agents share ends: in the first block that was cut short.
+    The end of the first block that was cut short counts as well: the prefix that agents share
+    ends there.
     """
     short = [node.end for node in nodes if node.num_tokens < spec.block_tokens]
     ends = [*ends, *([min(short)] if short else [])]
@@ -89,10 +92,11 @@ def old_boundaries(
     now: float,
     unused_since: float,
 ) -> list[BlockNode]:
-    """Nodes from whose window and state parts nobody will resume.
+    """Return nodes whose window and state parts no agent will resume from.
 
-    Those parts are large, and matter only where someone goes on (`needed`). Of other blocks that
-    agents have gone past (`passed`) they are old soon; of the rest, when unused since a time.
+    These parts are large and only useful at positions where a conversation continues (`needed`).
+    Other blocks that a conversation has moved past (`passed`) expire after `GRACE_S` seconds; all
+    remaining blocks expire when they were last used before `unused_since`.
     """
 
     def is_old(node: BlockNode) -> bool:
@@ -106,7 +110,7 @@ def old_boundaries(
 def orphans(
     index: BlockIndex, reachable: Collection[BlockName], *, unused_since: float
 ) -> list[BlockNode]:
-    """Nodes that no agent reaches and nobody used since a time."""
+    """Return nodes that no agent reaches, that are not pinned and were not used since a time."""
     return [
         node
         for node in index

@@ -1,9 +1,9 @@
-"""Which blocks are known, and what is known of a prompt: the tree that recall walks.
+"""The tree of known blocks, searched for the longest known prefix of a prompt.
 
-A node is a block; what it has of each kind of layers is in memory, on disk, or both. A node may
-also stand for a mere boundary inside a longer block: then it has window or state parts alone. The
-index knows token ids, names and positions; it reads no file and counts no bytes. Not thread-safe:
-its owner has the lock.
+A node is a block. Its parts, one per kind of layer, are in memory, on disk, or both. A node may
+also represent a boundary inside a longer block; it then has window or state parts only. The index
+holds token ids, names and positions; it reads no files and enforces no budget. Not thread-safe: the
+owner holds the lock.
 """
 
 import threading
@@ -25,8 +25,8 @@ from semantic.domain.blocks import (
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload
 
-_MAX_CHANGES = 4096  # that those who watch may be behind
-_OLDER_S = 30.0  # a node that was used again looks younger from here on
+_MAX_CHANGES = 4096  # changes kept; a watcher that is further behind lists all blocks again
+_OLDER_S = 30.0  # using a node again counts as a change for watchers only after this time
 
 
 @dataclass(slots=True, eq=False)
@@ -35,13 +35,13 @@ class BlockNode:
 
     Attributes:
         start: Position of its first token.
-        tokens: Its ids, packed.
-        payloads: Parts that are in memory.
-        files: Parts that are on disk.
-        remote: Parts that are in the object store, as far as that is known.
-        num_leases: Readers that count on its files.
+        tokens: Its token ids, packed.
+        payloads: Parts in memory.
+        files: Parts on disk.
+        remote: Parts known to be in the object store.
+        num_leases: Readers that depend on its files.
         num_pins: Pinned agents it belongs to.
-        last_kept: When its window or state part was last worth keeping, or used.
+        last_kept: When its window or state part was last used, or last needed by a boundary.
     """
 
     root: BlockName
@@ -59,7 +59,7 @@ class BlockNode:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the block."""
+        """Number of tokens in the block."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
@@ -72,30 +72,33 @@ class BlockNode:
         return kind in self.payloads or kind in self.files or kind in self.remote
 
     def unread(self, kind: LayerKind) -> BlockPart | None:
-        """The part as it would have to be read: from disk if it is there; None if in memory."""
+        """Return the part to read, from disk if possible, else from the object store.
+
+        None if the part is in memory or nowhere.
+        """
         if kind in self.payloads:
             return None
         return self.files.get(kind) or self.remote.get(kind)
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of its parts in memory, which other threads may bring and take away meanwhile."""
+        """Bytes of its parts in memory. Safe while other threads add and remove parts."""
         return sum([payload.nbytes for payload in tuple(self.payloads.values())])
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of its files, which other threads may write and delete meanwhile."""
+        """Bytes of its files. Safe while other threads write and delete files."""
         return sum([part.nbytes for part in tuple(self.files.values())])
 
     def part(self, kind: LayerKind) -> BlockPart:
-        """Describe a part that is to be written."""
+        """Describe a part for the writer."""
         return BlockPart(
             self.root, self.name, self.parent, kind, self.start, self.tokens, 0, self.last_used
         )
 
 
 class _Siblings:
-    """Blocks that follow the same one, by their tokens."""
+    """Blocks with the same parent, by their tokens."""
 
     __slots__ = ("by_tokens", "lengths", "ordered")
 
@@ -118,15 +121,15 @@ class _Siblings:
                 del self.lengths[len(node.tokens)]
 
     def prefixes(self, rest: bytes) -> list[BlockNode]:
-        """Nodes whose tokens `rest` begins with, the longest first."""
+        """Return nodes whose tokens are a prefix of `rest`, the longest first."""
         lengths = sorted((n for n in self.lengths if n <= len(rest)), reverse=True)
         found = (self.by_tokens.get(rest[:length]) for length in lengths)
         return [node for node in found if node is not None]
 
     def longest_run(self, rest: bytes) -> tuple[BlockNode, int] | None:
-        """The node with FULL state that shares most tokens with `rest`, and how many.
+        """Return the node with FULL state that shares the longest prefix with `rest`, and how long.
 
-        In sorted order that is a neighbour of where `rest` would stand.
+        In sorted order, that node is next to the position where `rest` would be inserted.
         """
         whole = self.by_tokens.get(rest)
         if whole is not None and whole.has(LayerKind.FULL):
@@ -149,12 +152,12 @@ class _Siblings:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest known beginning of a prompt.
+    """The longest known prefix of a prompt.
 
     Attributes:
         nodes: Blocks that hold it, in order; all but the last are used whole.
-        end: Positions it covers.
-        boundaries: Nodes that end somewhere on the way, also those with no FULL state.
+        end: Number of positions it covers.
+        boundaries: Nodes that end within the prefix, including those without FULL state.
     """
 
     nodes: tuple[BlockNode, ...]
@@ -163,45 +166,45 @@ class Match:
 
 
 class BlockIndex:
-    """All known blocks, found by name, by parent or by what they hold.
+    """All known blocks, found by name, by parent or by tokens.
 
     Attributes:
-        version: Grows when a node, a file or, by whoever keeps it there, a payload comes or goes.
+        version: Grows when a node, file or payload is added or removed. Code that adds or removes
+            payloads increments it.
     """
 
     def __init__(self) -> None:
         self.version = 0
-        # The least recently used first; of a chain, its end before its beginning.
+        # Least recently used first; within a chain, the end before the beginning.
         self._nodes: OrderedDict[BlockName, BlockNode] = OrderedDict()
         self._followers: dict[BlockName, _Siblings] = {}
         self._disk_bytes: Counter[BlockName] = Counter()
         self._changed: deque[BlockName] = deque(maxlen=_MAX_CHANGES)
-        # No mark of another index, or of another process, is taken for one of these.
+        # Starts at the current time, so that a mark of another index or process is not valid here.
         self._mark = time.time_ns() // 1000
 
     @property
     def mark(self) -> int:
-        """Names this moment for `changed_since`."""
+        """The current position in the list of changes, for `changed_since`."""
         return self._mark
 
     def note_change(self, name: BlockName) -> None:
-        """Let those who watch know that a node, or what is where of it, changed."""
+        """Record for watchers that a node, or the location of one of its parts, changed."""
         self._mark += 1
         self._changed.append(name)
 
     def changed_since(self, mark: int) -> list[BlockName] | None:
-        """Nodes that came, changed or went since a moment; None if that is not known any more."""
+        """Return nodes added, changed or removed since a mark; None if the mark is too old."""
         num_changes = self._mark - mark
         if not 0 <= num_changes <= len(self._changed):
             return None
         return list(dict.fromkeys(islice(reversed(self._changed), num_changes)))
 
     def __len__(self) -> int:
-        """How many nodes there are."""
         return len(self._nodes)
 
     def __iter__(self) -> Iterator[BlockNode]:
-        """All nodes, the least recently used first."""
+        """Iterate over all nodes, the least recently used first."""
         return iter(self._nodes.values())
 
     def get(self, name: BlockName) -> BlockNode | None:
@@ -209,7 +212,7 @@ class BlockIndex:
         return self._nodes.get(name)
 
     def touch(self, chain: Sequence[BlockNode], at: float) -> None:
-        """Mark nodes, of which the first begins the chain, as just used."""
+        """Mark the nodes of a chain, given from its beginning, as just used."""
         for node in reversed(chain):
             is_older = at - node.last_used >= _OLDER_S
             node.last_used = at
@@ -219,12 +222,12 @@ class BlockIndex:
                 self._nodes.move_to_end(node.name)
 
     def sort_by_age(self) -> None:
-        """Bring nodes into the order in which they were used, as far as that is known."""
+        """Sort nodes by `last_used`, and within equal times the end of a chain first."""
         nodes = sorted(self._nodes.values(), key=lambda node: (node.last_used, -node.start))
         self._nodes = OrderedDict((node.name, node) for node in nodes)
 
     def disk_bytes(self, root: BlockName) -> int:
-        """Bytes of the files of one root's blocks."""
+        """Return the bytes on disk of one root's blocks."""
         return self._disk_bytes[root]
 
     def has_file(self, key: PartKey) -> bool:
@@ -233,7 +236,7 @@ class BlockIndex:
         return node is not None and key[1] in node.files
 
     def put_file(self, node: BlockNode, part: BlockPart) -> None:
-        """Note a node's part on disk."""
+        """Record that a part of a node is on disk."""
         self.pop_file(node, part.kind)
         node.files[part.kind] = part
         self.version += 1
@@ -241,7 +244,7 @@ class BlockIndex:
         self._disk_bytes[node.root] += part.nbytes
 
     def pop_file(self, node: BlockNode, kind: LayerKind) -> BlockPart | None:
-        """Forget a node's part on disk, and return it."""
+        """Remove the record of a node's part on disk, and return it."""
         part = node.files.pop(kind, None)
         if part is not None:
             self.version += 1
@@ -250,7 +253,7 @@ class BlockIndex:
         return part
 
     def add(self, root: BlockName, parent: BlockName, start: int, tokens: bytes) -> BlockNode:
-        """Find a node by what it holds, or make it."""
+        """Return the node with this parent and these tokens; create it if it is unknown."""
         name = packed_block_name(parent, tokens)
         node = self._nodes.get(name)
         if node is None:
@@ -261,7 +264,7 @@ class BlockIndex:
         return node
 
     def remove(self, node: BlockNode) -> None:
-        """Forget a node; those that follow it stay, for it may be made again."""
+        """Remove a node. Its followers stay, because the same block may be added again."""
         if self._nodes.pop(node.name, None) is None:
             return
         self.version += 1
@@ -272,21 +275,21 @@ class BlockIndex:
             del self._followers[node.parent]
 
     def prune(self, node: BlockNode) -> None:
-        """Forget a node of which nothing is left here and that nobody counts on.
+        """Remove a node that has no payload, no file and no lease.
 
-        If it is in the object store, that is asked again when it is needed.
+        If the block is in the object store, the shared index finds it again when a prompt needs it.
         """
-        is_known = self._nodes.get(node.name) is node  # and not one that was made since
+        is_known = self._nodes.get(node.name) is node  # not a newer node of the same name
         if is_known and not (node.payloads or node.files or node.num_leases):
             self.remove(node)
 
     def followers(self, name: BlockName) -> Iterable[BlockNode]:
-        """The nodes that follow a block."""
+        """Return the nodes that directly follow a block."""
         siblings = self._followers.get(name)
         return siblings.by_tokens.values() if siblings else ()
 
     def chain(self, name: BlockName) -> list[BlockNode]:
-        """The nodes up to `name`, from the first one that is known without a gap."""
+        """Return the nodes up to `name`, starting after the last unknown ancestor."""
         nodes: list[BlockNode] = []
         while (node := self._nodes.get(name)) is not None:
             nodes.append(node)
@@ -294,17 +297,17 @@ class BlockIndex:
         return nodes[::-1]
 
     def chain_from(self, root: BlockName, name: BlockName) -> list[BlockNode] | None:
-        """The nodes that lead from a root to `name`; None if one of them is not known."""
+        """Return the nodes from a root to `name`; None if one of them is unknown."""
         chain = self.chain(name)
         return chain if (chain[0].parent if chain else name) == root else None
 
     def path(self, name: BlockName) -> list[BlockNode]:
-        """The chain up to `name`, then the boundaries inside its blocks."""
+        """Return the chain up to `name`, followed by the boundaries inside its blocks."""
         chain = self.chain(name)
         return [*chain, *(tail for node in chain for tail in self.prefixes_of(node))]
 
     def reachable(self, names: Iterable[BlockName]) -> set[BlockName]:
-        """Blocks that lead to any of `names`, and the boundaries inside them."""
+        """Return the blocks in the chains up to any of `names`, and the boundaries inside them."""
         reachable: set[BlockName] = set()
         for end in names:
             name = end
@@ -315,12 +318,12 @@ class BlockIndex:
         return reachable
 
     def prefixes_of(self, node: BlockNode) -> list[BlockNode]:
-        """Siblings whose tokens `node` begins with and that nothing follows."""
+        """Return siblings without followers whose tokens are a prefix of the node's tokens."""
         siblings = self._followers[node.parent].prefixes(node.tokens)
         return [other for other in siblings if other is not node and not self.has_followers(other)]
 
     def extension_of(self, node: BlockNode) -> BlockNode | None:
-        """A sibling with FULL state that begins with a node's tokens and goes on."""
+        """Return a sibling with FULL state whose tokens extend the node's tokens, if any."""
         siblings = self._followers[node.parent]
         place = bisect_left(siblings.ordered, node.tokens) + 1
         for tokens in islice(siblings.ordered, place, None):
@@ -331,11 +334,11 @@ class BlockIndex:
         return None
 
     def has_followers(self, node: BlockNode) -> bool:
-        """Whether a block goes on from here."""
+        """Whether the index knows a block that follows this one."""
         return node.name in self._followers
 
     def pin(self, names: Iterable[BlockName]) -> None:
-        """Pin what leads to these blocks, and nothing else."""
+        """Pin the paths to these blocks, and unpin all others."""
         before = {node.name for node in self if node.num_pins}
         for node in self:
             node.num_pins = 0
@@ -346,10 +349,10 @@ class BlockIndex:
             self.note_change(name)
 
     def check_integrity(self) -> None:
-        """Recount the bytes on disk, and look for nodes that cannot be found.
+        """Recount the bytes on disk, and check that every node can be found through its parent.
 
         Raises:
-            AssertionError: something does not add up.
+            AssertionError: the counters or links are inconsistent.
         """
         counted: Counter[BlockName] = Counter()
         for node in self:
@@ -362,10 +365,10 @@ class BlockIndex:
             raise AssertionError("a node that was removed is still followed to")
 
     def match(self, root: BlockName, tokens: bytes, block_tokens: int) -> Match:
-        """Find the longest known beginning of `tokens`, which are packed."""
+        """Find the longest known prefix of `tokens`, which are packed."""
         boundaries: list[BlockNode] = []
         end, last = 0, None
-        # Chains may be cut in different places: every way that goes on is followed.
+        # Chains may cut the same tokens at different positions, so the search follows all of them.
         ways = [(root, 0)] if root in self._followers else []
         while ways:
             parent, position = ways.pop()
@@ -388,14 +391,14 @@ class BlockIndex:
 
 @dataclass(frozen=True, slots=True)
 class BlockPage:
-    """Some blocks.
+    """A list of blocks: one page of all blocks, or the changes since a mark.
 
     Attributes:
-        mark: Asks for what changed since.
-        num_blocks: All there are.
-        gone: Blocks that are not known any more.
-        cursor: Asks for the next page; None on the last one.
-        is_stale: What changed is not known any more: read all pages again.
+        mark: Pass it to `BlockWatch.changes` to list later changes.
+        num_blocks: Number of all known blocks.
+        gone: Blocks that were removed.
+        cursor: Pass it to `BlockWatch.page` for the next page; None on the last one.
+        is_stale: The changes are too many or no longer recorded: read all pages again.
     """
 
     mark: int
@@ -407,10 +410,10 @@ class BlockPage:
 
 
 class BlockWatch:
-    """All blocks as those see them who draw a map: a page at a time, then only what changed.
+    """Lists blocks for the web page's map: page by page, then changes only.
 
-    It changes nothing, and holds the lock only to look names up, so that a map of 50,000 blocks
-    costs the engine nothing: what of a block is where is read when it is drawn. Thread-safe.
+    Read-only. It holds the lock only to look up names, so that a map of 50,000 blocks does not
+    delay the engine; the locations of a block's parts are read without the lock. Thread-safe.
     """
 
     def __init__(self, index: BlockIndex, lock: threading.RLock) -> None:
@@ -418,7 +421,7 @@ class BlockWatch:
         self._lock = lock
 
     def page(self, after: str, limit: int) -> BlockPage:
-        """List blocks in the order of their names, from the one after `after`, a cursor, on."""
+        """List blocks in the order of their names, after the cursor `after`."""
         with self._lock:
             mark, nodes = self._index.mark, list(self._index)
         rest = [node for node in nodes if node.name.hex() > after] if after else nodes
@@ -428,7 +431,7 @@ class BlockWatch:
         return BlockPage(mark, len(nodes), tuple(shown), cursor=cursor)
 
     def changes(self, since: int, limit: int) -> BlockPage:
-        """List the blocks that came, changed or went since a mark; stale if they are too many."""
+        """List blocks added, changed or removed since a mark; stale if over `limit`."""
         with self._lock:
             mark, num_blocks = self._index.mark, len(self._index)
             names = self._index.changed_since(since)

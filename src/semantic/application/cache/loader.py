@@ -1,10 +1,11 @@
-"""Parts of blocks on their way from disk into memory, and those that a restore is about to load.
+"""Reads parts of blocks from disk into memory, and holds the parts that a restore is about to load.
 
-Room is made before a file is read, and what was read stays in the pool while it is held: nothing
-that waits to be loaded lies outside the budget. A caller that finds no room gets None and asks
-again; nobody is made to wait here. Thread-safe.
+The loader reserves room in the pool before it reads a file, and a part that was read stays in the
+pool while it is held, so that parts waiting to be loaded never exceed the memory budget. A call
+that finds no room returns None and the caller tries again later; no call blocks. Thread-safe.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,18 +21,20 @@ from semantic.domain.errors import CacheCorruptionError, DrainingError, PoolExha
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload
 
-# Files that are read at a time for those who do not wait for them.
+_log = logging.getLogger(__name__)
+
+# Number of files that are prefetched at the same time.
 _NUM_PREFETCHED = max(2, NUM_READERS // 2)
 
 
 @dataclass(slots=True, eq=False)
 class HeldPart:
-    """A part that stays in memory, or will come there, until it is let go.
+    """A part that stays in memory, or is being read into it, until `let_go`.
 
     Attributes:
-        nbytes: Room that it takes, at most.
-        future: Its payload; fails with `CacheCorruptionError` if it cannot be had after all.
-        is_counted: Whether it is held in memory; before that it is being read, or has failed.
+        nbytes: Upper bound of the memory it takes.
+        future: Its payload; fails with `CacheCorruptionError` if the part cannot be read.
+        is_counted: Whether the pool holds it; False while it is being read or if reading failed.
     """
 
     wanted: WantedPart
@@ -42,7 +45,7 @@ class HeldPart:
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """A file that is being read into room of `nbytes`, and who waits for it."""
+    """A file that is being read into reserved room of `nbytes`, and the parts waiting for it."""
 
     wanted: WantedPart
     part: BlockPart
@@ -51,7 +54,7 @@ class _Reading:
 
 
 class PartLoader:
-    """Brings parts into memory, each into room that was made for it, and holds them for loading."""
+    """Reads parts into room reserved in the pool, and holds them for loading."""
 
     def __init__(self, tiers: BlockTiers) -> None:
         self._tiers = tiers
@@ -62,22 +65,22 @@ class PartLoader:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being read; what it needs room for can be evicted after that."""
+        """Whether a part is being read; its room can be evicted once the read has ended."""
         with self._lock:
             return bool(self._reading)
 
     @property
     def num_bytes(self) -> int:
-        """Room that is reserved for what is being read."""
+        """Bytes reserved for parts that are being read."""
         with self._lock:
             return sum(reading.nbytes for reading in self._reading.values())
 
-    # -- for those who load them ----------------------------------------------------------------
+    # -- loading --------------------------------------------------------------------------------
 
     def hold(self, wanted: WantedPart) -> HeldPart | None:
-        """Get a part: at once if it is in memory, else when it is read; None if there is no room.
+        """Hold a part in memory until `let_go`; None if there is no room for it.
 
-        It stays in memory until it is let go.
+        The future is done at once if the part is in memory, otherwise when it has been read.
         """
         held = HeldPart(wanted)
         with self._lock:
@@ -98,7 +101,7 @@ class PartLoader:
         return held
 
     def let_go(self, held: HeldPart) -> None:
-        """Undo `hold`; what is being read is still read to its end."""
+        """Undo `hold`. A read that has started still runs to its end."""
         with self._lock:
             reading = self._reading.get(held.wanted.key)
             if held.is_counted:
@@ -109,12 +112,12 @@ class PartLoader:
                 reading.waiting.remove(held)
 
     def lease(self, parts: Sequence[WantedPart]) -> None:
-        """See that files which are about to be held are not deleted before."""
+        """Protect the files of parts that will be held soon from deletion."""
         with self._lock:
             leased = {wanted.key for wanted in parts}
             for wanted in parts:
                 wanted.node.num_leases += 1
-            # From here on they are read when their turn comes, and not before.
+            # `hold` reads these parts when the restore reaches them, so they are not prefetched.
             self._prefetches = deque(w for w in self._prefetches if w.key not in leased)
 
     def end_lease(self, parts: Sequence[WantedPart]) -> None:
@@ -123,19 +126,19 @@ class PartLoader:
             for wanted in parts:
                 self._end_lease(wanted.node)
 
-    # -- for those who will need them -----------------------------------------------------------
+    # -- prefetching ----------------------------------------------------------------------------
 
     def prefetch(self, parts: Sequence[WantedPart], max_bytes: int) -> list[WantedPart]:
-        """Begin to read what is not in memory, in order and a few at a time.
+        """Start reading parts that are not in memory, in order and a few at a time.
 
-        Whatever finds no room when its turn comes is left out.
+        A part is skipped if there is no room for it when its read would start.
 
         Args:
-            parts: The most useful first.
-            max_bytes: The most that is read.
+            parts: Candidates, the most useful first.
+            max_bytes: Upper limit of the bytes to read, including prefetches already queued.
 
         Returns:
-            The parts that are to be read.
+            The parts that are queued for reading.
         """
         with self._lock:
             chosen: dict[PartKey, WantedPart] = {}
@@ -152,16 +155,17 @@ class PartLoader:
             return list(chosen.values())
 
     def stop_prefetching(self) -> None:
-        """Read no more than is being read: the room is needed."""
+        """Clear the prefetch queue, because the room is needed; reads in progress continue."""
         with self._lock:
             self._prefetches.clear()
 
-    # -- for those who have computed nothing yet --------------------------------------------------
+    # -- blocks of other machines -----------------------------------------------------------------
 
     def learn(self, root: BlockName, tokens: bytes, block_tokens: int) -> None:
-        """Find out what other machines have of a prompt, unless most of it is known here.
+        """Look up which blocks of a prompt other machines have uploaded, and add them to the index.
 
-        Asks the shared index by one query; not on the engine's thread.
+        Does nothing if less than one block of the prompt is unknown here. Sends one query to the
+        shared index, so it must not run on the engine's thread.
         """
         remote = self._tiers.remote
         if remote is None:
@@ -182,7 +186,6 @@ class PartLoader:
     # -- inside the lock ------------------------------------------------------------------------
 
     def _is_unread(self, wanted: WantedPart) -> bool:
-        """Whether a part is not in memory, can be read, and is not being read."""
         is_somewhere = wanted.node.unread(wanted.kind) is not None
         return self._disk is not None and is_somewhere and wanted.key not in self._reading
 
@@ -197,11 +200,11 @@ class PartLoader:
                 self._begin(wanted, [])
 
     def _begin(self, wanted: WantedPart, waiting: list[HeldPart]) -> bool:
-        """Reserve room for a part that can be read, and read into it; False if there is none."""
+        """Reserve room for a part and start reading it; False if there is no room."""
         part, nbytes = wanted.node.unread(wanted.kind), self._room_for(wanted)
         is_here = wanted.kind in wanted.node.files
         source = self._disk if is_here else self._tiers.remote
-        assert part is not None and source is not None  # noqa: S101, PT018 - the caller has looked
+        assert part is not None and source is not None  # noqa: S101, PT018 - callers check
         try:
             self._tiers.reserve(nbytes)
         except PoolExhaustedError:
@@ -215,16 +218,18 @@ class PartLoader:
         return True
 
     def _end(self, reading: _Reading, done: Future[KVPayload]) -> None:
-        """Turn room that was reserved into a part in memory. On a reader's thread."""
+        """Replace reserved room by the part that was read. Runs on a reader's thread."""
         wanted = reading.wanted
         with self._lock:
             del self._reading[wanted.key]
             self._tiers.pool.release(reading.nbytes)
-            error = self._take(reading, done)
+            try:
+                error = self._take(reading, done)
+            except Exception as defect:  # noqa: BLE001 - every waiting future must complete
+                _log.exception("a part that was read could not be kept")
+                error = defect
             payload = wanted.node.payloads.get(wanted.kind)
             self._end_lease(wanted.node)
-            if isinstance(done.exception(), DrainingError):
-                self._prefetches.clear()
             self._prefetch_more()
         for held in reading.waiting:
             if error is None and payload is not None:
@@ -233,14 +238,15 @@ class PartLoader:
                 held.future.set_exception(error or CacheCorruptionError("a block is gone"))
 
     def _take(self, reading: _Reading, done: Future[KVPayload]) -> BaseException | None:
-        """Keep what was read, and hold it for those who wait; returns why that cannot be."""
+        """Keep a part that was read and hold it for its waiters; returns the error on failure."""
         wanted = reading.wanted
-        error = done.exception()
+        error = DrainingError("cancelled") if done.cancelled() else done.exception()
         if isinstance(error, DrainingError):
-            return CacheCorruptionError("the server stops")
+            self._prefetches.clear()
+            return CacheCorruptionError("the server is shutting down")
         if error is not None:
             is_bad = isinstance(error, CacheCorruptionError)
-            # Unless a waiting caller was faster, and discarded it.
+            # A waiting caller may have discarded the file already.
             if is_bad and wanted.node.unread(wanted.kind) is reading.part:
                 self._tiers.lose_file(wanted)
             return error
@@ -251,7 +257,7 @@ class PartLoader:
         except PoolExhaustedError as full:
             return CacheCorruptionError(f"a file holds more than it should: {full.message}")
         if wanted.kind is not LayerKind.WINDOW:
-            self._tiers.write(wanted)  # its file may have been deleted meanwhile
+            self._tiers.write(wanted)  # its file may have been deleted during the read
         for held in reading.waiting:
             self._count(held)
         return None

@@ -1,8 +1,9 @@
-"""The tier behind the disk: an object store that all servers share, and the index of what is there.
+"""The tier below the disk: an object store that all servers share, and the index of its objects.
 
-What was written to this machine's disk is uploaded behind it; what another machine uploaded is
-found before a prompt is planned, and read if that is faster than computing it. One collector at a
-time deletes what no agent reaches. Nobody waits for an upload, and a failed read is a miss.
+Files written to this machine's disk are uploaded in the background. Before a prompt is planned, the
+server looks up blocks that other machines uploaded, and downloads them if that is faster than
+computing them. One collector at a time deletes objects that no agent reaches. No request waits for
+an upload, and a failed download is a cache miss.
 """
 
 import contextlib
@@ -20,12 +21,12 @@ from semantic.ports.storage import BlockFilesPort, ObjectsPort, SharedPartsPort
 
 _log = logging.getLogger(__name__)
 _NUM_UPLOADS, _NUM_DOWNLOADS = 2, 8
-_MAX_WAITING = 4096  # parts that wait to be uploaded; others are left to this machine alone
+_MAX_WAITING = 4096  # queued uploads; further parts are not uploaded
 GRACE_S = 3600.0  # longer than any request and any upload
 
 
 class RemoteTier:
-    """Objects and their index. All methods are safe on any thread; `follow` asks the database."""
+    """Objects and their index. Thread-safe; `follow` queries the database and may block."""
 
     def __init__(
         self,
@@ -35,13 +36,13 @@ class RemoteTier:
         *,
         grace_s: float = GRACE_S,
     ) -> None:
-        """Start with nothing on the way.
+        """Start with no uploads or downloads.
 
         Args:
-            files: This machine's: what is uploaded is read there.
-            objects: The store.
-            index: What is in it.
-            grace_s: How long what is dead stays; longer than any request.
+            files: Files of this machine, the source of uploads.
+            objects: The object store.
+            index: The shared index of the object store.
+            grace_s: Seconds from marking an object as dead to deleting it; longer than any request.
         """
         self._files = files
         self._objects = objects
@@ -56,22 +57,22 @@ class RemoteTier:
         self.problem = ""
 
     def offer(self, part: BlockPart, on_end: Callable[[BlockPart], None]) -> None:
-        """Upload a part from its file, behind the caller's back; `on_end` follows if it is there.
+        """Queue the upload of a part from its file; `on_end` is called after a successful upload.
 
-        What cannot be uploaded now is left: it is a cache's.
+        The part is skipped if the queue is full or closed: an upload is only an optimization.
         """
         with self._lock:
             if self._is_closed or self._num_waiting >= _MAX_WAITING:
                 return
             self._num_waiting += 1
-        self._uploads.submit(self._upload, part, on_end)
+            self._uploads.submit(self._upload, part, on_end)  # `close` waits for the lock
 
     def read(self, part: BlockPart) -> Future[KVPayload]:
-        """Download a part; the future may fail with `CacheCorruptionError`, or `DrainingError`."""
+        """Download a part; the future may fail with `CacheCorruptionError` or `DrainingError`."""
         return read_by(self._downloads, self._read, part)
 
     def follow(self, root: BlockName, tokens: bytes) -> list[BlockPart]:
-        """Find what others uploaded of a prompt; nothing if the database does not answer."""
+        """Look up uploaded parts of a prompt; empty if the database does not answer."""
         try:
             return self._index.follow(root, tokens)
         except CachePersistenceError as error:
@@ -79,27 +80,30 @@ class RemoteTier:
             return []
 
     def publish(self, part: BlockPart) -> bool:
-        """Bring a part to the store and into the index; False if it is just being deleted there.
+        """Upload a part and add it to the index; False if the part is being deleted there.
 
         Raises:
             CachePersistenceError: the store or the database does not answer.
-            CacheCorruptionError: its file is gone.
+            CacheCorruptionError: the part's file is missing or has the wrong size.
         """
         return all(self.steps(part))
 
     def steps(self, part: BlockPart) -> Iterator[bool]:
-        """Publish a part step by step; each says whether it may go on."""
+        """Publish a part step by step; each step yields whether to continue."""
         began = time.monotonic()
         is_there = self._index.revive(part.key)
         yield is_there is not False
         if is_there is None:
             self._objects.put(part.key, self._files.content(part))
-            # An index that no longer knows that the part was deleted would take it for uploaded.
+            # After a long upload the index may have forgotten that the part was deleted meanwhile,
+            # and would list a deleted object.
             yield time.monotonic() - began < self._grace_s / 2
             yield self._index.add(part)
 
     def collect(self, *, unused_s: float) -> int:
-        """Delete what no agent reaches, unless another server does so now; returns the bytes freed.
+        """Delete objects that no agent reaches; returns the bytes freed.
+
+        Does nothing while another server collects.
 
         Raises:
             CachePersistenceError: the store or the database does not answer.
@@ -108,7 +112,7 @@ class RemoteTier:
             return sum(self.collection(unused_s=unused_s)) if is_sole else 0
 
     def collection(self, *, unused_s: float) -> Iterator[int]:
-        """Collect step by step; each says how many bytes it freed."""
+        """Collect step by step; each step yields the bytes it freed."""
         self._index.mark(unused_s=unused_s)
         yield 0
         for key, nbytes in self._index.condemn(grace_s=self._grace_s):
@@ -122,10 +126,10 @@ class RemoteTier:
         self._index.forget(grace_s=self._grace_s)
 
     def close(self, timeout_s: float) -> None:
-        """Give what waits to be uploaded so much time."""
+        """Stop downloads, and wait up to `timeout_s` seconds for queued uploads."""
         with self._lock:
             self._is_closed = True
-        self._downloads.shutdown(wait=False, cancel_futures=True)
+        self._downloads.shutdown(wait=False)  # queued reads end with `DrainingError`
         end = time.monotonic() + timeout_s
         while self._num_waiting and time.monotonic() < end:
             time.sleep(0.02)
@@ -142,8 +146,8 @@ class RemoteTier:
             self.problem = error.message
             _log.warning("a block could not be uploaded: %s", error.message)
         except CacheCorruptionError:
-            pass  # its file was evicted before its turn came
-        except Exception:  # noqa: BLE001 - whatever happens, the others go on
+            pass  # its file was evicted before the upload started
+        except Exception:  # noqa: BLE001 - other uploads must continue
             _log.exception("a block could not be uploaded")
         finally:
             with self._lock:
@@ -156,7 +160,7 @@ class RemoteTier:
             with self.cost.measured(part.nbytes):
                 return self._files.parse(part, self._objects.get(part.key))
         except CachePersistenceError as error:
-            raise CacheCorruptionError(error.message) from error  # a miss; it may come back
+            raise CacheCorruptionError(error.message) from error  # a miss; the next may succeed
         except CacheCorruptionError:
             with contextlib.suppress(CachePersistenceError):
                 self._index.lose(part.key)

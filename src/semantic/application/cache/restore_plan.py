@@ -1,8 +1,8 @@
-"""What of a known beginning can be restored, and from which parts.
+"""Plans how much of a known prefix can be restored, and from which parts.
 
-Full-attention layers can be resumed at any token. Window layers need the tokens before it, and
-recurrent layers the state that was taken exactly there; where these are missing, the recall falls
-back to the last place that has them.
+Full-attention layers can resume at any token. Window layers need the tokens before that position,
+and recurrent layers need a state taken exactly there. Where these are missing, the plan falls back
+to the last position that has them.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -25,26 +25,26 @@ class WantedPart:
 
     @property
     def key(self) -> PartKey:
-        """What tells it from every other part."""
+        """Unique key of the part."""
         return (self.node.name, self.kind)
 
     def near_part(self) -> BlockPart | None:
-        """What must be read from disk; None if it is in memory, or elsewhere."""
+        """Return the part to read from disk; None if it is in memory or not on disk."""
         return self.node.files.get(self.kind) if self.kind not in self.node.payloads else None
 
     def far_part(self) -> BlockPart | None:
-        """What must be read from the object store; None if it is nearer."""
+        """Return the part to read from the object store; None if it is in memory or on disk."""
         return None if self.near_part() else self.node.unread(self.kind)
 
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """How to bring a new sequence to `end`.
+    """How to restore a new sequence up to position `end`.
 
     Attributes:
         parts: FULL parts in order, then WINDOW parts in order, then the STATE part.
         chain: Name of the last block that is used whole.
-        num_whole: Positions of whole blocks; sealing goes on from there.
+        num_whole: Positions covered by whole blocks; sealing continues from there.
     """
 
     parts: tuple[WantedPart, ...]
@@ -54,20 +54,20 @@ class RestorePlan:
 
     @classmethod
     def nothing(cls, root: BlockName) -> "RestorePlan":
-        """Everything is to be computed."""
+        """Make a plan that restores nothing: all tokens must be computed."""
         return cls((), 0, root, 0)
 
 
 def plan_restore(
     root: BlockName, match: Match, spec: ModelCacheSpec, block_ends: frozenset[BlockName]
 ) -> RestorePlan:
-    """Plan the longest restore a match allows.
+    """Plan the longest restore that a match allows.
 
     Args:
-        root: Where the chain begins.
-        match: What is known.
-        spec: Which kinds of layers must be restored.
-        block_ends: Names of the matched blocks that others may follow: not mere tails.
+        root: Root of the chain.
+        match: The longest known prefix of the prompt.
+        spec: Says which kinds of layers must be restored.
+        block_ends: Names of matched blocks that other blocks may follow, which excludes tails.
     """
     end = _restorable_end(match, spec)
     nodes = [node for node in match.nodes if node.start < end]
@@ -94,16 +94,16 @@ def worth_reading(
     seconds_per_token: float,
     begun: Collection[PartKey] = (),
 ) -> RestorePlan:
-    """Leave out of a plan what would take longer to read from a tier than to compute.
+    """Remove from a plan the parts that take longer to read from a tier than to compute.
 
     Args:
         plan: What can be restored.
-        root: Where the chain begins.
-        spec: Which kinds of layers must be restored.
-        unread_part: What the tier has to read of a part; None if another has it.
-        is_read_in: Whether so many bytes are read in so many seconds.
-        seconds_per_token: What computing costs.
-        begun: Parts that are being read for this plan already: they are not weighed again.
+        root: Root of the chain.
+        spec: Says which kinds of layers must be restored.
+        unread_part: Returns what the tier must read for a part; None if another tier has it.
+        is_read_in: Whether the tier reads a number of bytes within a number of seconds.
+        seconds_per_token: Time to compute one token.
+        begun: Parts that are already being read for this plan; their cost is not counted again.
     """
     wanted = [w for w in plan.parts if w.key not in begun]
     unread = [(w.node.start, part) for w in wanted if (part := unread_part(w)) is not None]
@@ -118,7 +118,7 @@ def worth_reading(
 
 
 def _restorable_end(match: Match, spec: ModelCacheSpec) -> int:
-    """The last place where all kinds of layers can go on."""
+    """Return the last position at which layers of all kinds can resume."""
     if spec.kinds == (LayerKind.FULL,):
         return match.end
     if spec.num_state:
@@ -132,13 +132,13 @@ def _restorable_end(match: Match, spec: ModelCacheSpec) -> int:
 
 
 def _enders(match: Match) -> list[BlockNode]:
-    """Nodes that end on the matched way, each once."""
+    """Return nodes that end within the matched prefix, without duplicates."""
     whole = [node for node in match.nodes if node.end <= match.end]
     return list({node.name: node for node in (*whole, *match.boundaries)}.values())
 
 
 def _window_cover(match: Match, window: int, end: int) -> list[BlockNode] | None:
-    """Nodes whose window parts cover the `window` positions before `end`; None if they cannot."""
+    """Return nodes whose window parts cover the `window` positions before `end`, if possible."""
     nodes = {node.name: node for node in (*match.nodes, *match.boundaries)}.values()
     known = [node for node in nodes if node.has(LayerKind.WINDOW)]
     cover: list[BlockNode] = []
@@ -158,7 +158,6 @@ def _window_cover(match: Match, window: int, end: int) -> list[BlockNode] | None
 
 
 def _window_start(node: BlockNode, window: int) -> int:
-    """Where a node's window part begins."""
     return max(node.start, node.end - window)
 
 
@@ -169,7 +168,7 @@ def _state_node(match: Match, end: int) -> BlockNode:
 def needed_windows(
     nodes: Sequence[BlockNode], boundaries: Sequence[int], window: int
 ) -> set[BlockName]:
-    """Of a chain's nodes, those whose window parts a boundary depends on."""
+    """Return those nodes of a chain whose window parts are needed to resume at a boundary."""
     return {
         node.name
         for node in nodes
@@ -177,18 +176,27 @@ def needed_windows(
     }
 
 
-def state_of(nodes: Sequence[BlockNode], num_tokens: int) -> StateView:
-    """See where the blocks of a chain are, which `num_tokens` were kept in.
+def tier_of(first: BlockNode) -> Tier:
+    """Return the tier from which a chain that begins with this block is read."""
+    if LayerKind.FULL in first.payloads:
+        return Tier.HOT
+    return Tier.WARM if LayerKind.FULL in first.files else Tier.COLD
 
-    Its last block may hold more: whoever went on from here.
+
+def state_of(plan: RestorePlan, num_tokens: int) -> StateView:
+    """Summarize where the blocks of a plan are, for a conversation of `num_tokens` tokens.
+
+    The last block may hold more tokens, if another conversation continued from it.
     """
+    nodes = [wanted.node for wanted in plan.parts if wanted.kind is LayerKind.FULL]
     memory = list(takewhile(lambda node: LayerKind.FULL in node.payloads, nodes))
     disk = list(takewhile(lambda node: LayerKind.FULL in node.files, nodes))
     return StateView(
-        tier=Tier.HOT if memory else Tier.WARM if disk else Tier.COLD,
+        tier=tier_of(nodes[0]) if nodes else Tier.COLD,
         num_tokens=num_tokens,
-        memory_tokens=min(memory[-1].end, num_tokens) if memory else 0,
-        disk_tokens=min(disk[-1].end, num_tokens) if disk else 0,
+        memory_tokens=min(memory[-1].end, plan.end) if memory else 0,
+        disk_tokens=min(disk[-1].end, plan.end) if disk else 0,
+        reusable_tokens=plan.end,
         memory_bytes=sum(node.memory_bytes for node in nodes),
         disk_bytes=sum(node.disk_bytes for node in nodes),
         block=nodes[-1].name if nodes else None,

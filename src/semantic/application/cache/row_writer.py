@@ -1,6 +1,7 @@
-"""Rows on their way to the ledger: none is lost because the ledger was busy, or another was bad.
+"""Writes rows to the ledger, and keeps rows that cannot be written yet for another attempt.
 
-A turn whose row and blocks are all on disk is marked as durable.
+A busy ledger or one invalid row does not lose other rows. A turn is marked as durable when its row
+and all its blocks are on disk.
 """
 
 import logging
@@ -19,14 +20,14 @@ _MAX_WAITING_TURNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Changes that are made together, and who waits for them."""
+    """Changes that are written together, and the future to complete afterwards."""
 
     changes: tuple[LedgerChange, ...]
     done: Future[None] | None
 
 
 class RowWriter:
-    """Writes changes in their order, many in one transaction. On the writer's thread."""
+    """Writes changes in order, many in one transaction. Runs on the writer's thread."""
 
     def __init__(
         self,
@@ -39,10 +40,11 @@ class RowWriter:
         """Start empty.
 
         Args:
-            ledger: Where rows are written.
-            is_synced: Whether they must survive a power failure.
-            is_on_disk: Whether the KV cache up to a place is on disk.
-            report: Told why rows could not be written, or that they are written again.
+            ledger: Destination of the rows.
+            is_synced: Whether rows must survive a power failure.
+            is_on_disk: Whether the KV cache up to a pointer is on disk.
+            report: Called with the source and the reason of a failure, or with an empty reason once
+                writing succeeds.
         """
         self._ledger = ledger
         self._is_synced = is_synced
@@ -52,26 +54,26 @@ class RowWriter:
 
     @property
     def has_unwritten(self) -> bool:
-        """Whether `apply` has something to try again."""
+        """Whether changes wait for the next `apply`."""
         return bool(self._unwritten)
 
     def add(self, changes: Sequence[LedgerChange], done: Future[None] | None = None) -> None:
-        """Take changes for the next `apply`; `done` is set when they are written."""
+        """Queue changes for the next `apply`; `done` completes when they are written."""
         for change in changes:
             self._turns.note(change)
-        # From here on it cannot be cancelled.
+        # After this call the future can no longer be cancelled.
         is_wanted = done is not None and done.set_running_or_notify_cancel()
         self._unwritten.append(_Rows(tuple(changes), done if is_wanted else None))
 
     def apply(self) -> None:
-        """Write what was taken; what cannot be written now is kept for the next time."""
+        """Write the queued changes; keep those that cannot be written now for the next call."""
         rows, self._unwritten = [*self._unwritten, _Rows(self._turns.take(), None)], []
         try:
             self._write(rows)
         except ValueError:
             _log.exception("a change cannot be stored and was dropped")
             self._write_one_by_one(rows)
-        except Exception as error:  # noqa: BLE001 - nothing that was handed in may be lost
+        except Exception as error:  # noqa: BLE001 - queued changes must not be lost
             self._keep(rows, error)
 
     def close(self) -> None:
@@ -91,7 +93,7 @@ class RowWriter:
                 self._write([row])
             except ValueError as error:
                 _fail(row, CachePersistenceError(f"it cannot be stored: {error}"))
-            except Exception as error:  # noqa: BLE001 - nothing that was handed in may be lost
+            except Exception as error:  # noqa: BLE001 - queued changes must not be lost
                 self._keep(rows[index:], error)
                 return
 
@@ -105,7 +107,7 @@ class RowWriter:
                 row.done.set_result(None)
 
     def _keep(self, rows: Sequence[_Rows], error: Exception) -> None:
-        """Try rows again later; nobody waits for a disk that fails: replies go out."""
+        """Keep rows for another attempt, and fail their futures so that replies do not wait."""
         self._report("ledger", str(error))
         for row in rows:
             _fail(row, CachePersistenceError(str(error)))
@@ -118,18 +120,18 @@ def _fail(rows: _Rows, error: CachePersistenceError) -> None:
 
 
 class _UnsafeTurns:
-    """Turns whose rows are written and whose blocks may not be yet."""
+    """Turns whose rows are queued or written but whose blocks may not be on disk yet."""
 
     def __init__(self, is_on_disk: Callable[[Pointer], bool]) -> None:
         self._is_on_disk = is_on_disk
         self._waiting: OrderedDict[str, Pointer] = OrderedDict()
 
     def note(self, change: LedgerChange) -> None:
-        """Follow a change that is about to be written."""
+        """Track the pointers of turns in a change that is about to be written."""
         match change:
             case PutTurn(_, turn) if turn.pointer is not None:
                 self._waiting[turn.id] = turn.pointer
-                # Old ones whose blocks were evicted before they were written never get there.
+                # Turns whose blocks were evicted before they were written never become durable.
                 if len(self._waiting) > _MAX_WAITING_TURNS:
                     self._waiting.popitem(last=False)
             case Repoint(old, new):
@@ -140,7 +142,7 @@ class _UnsafeTurns:
                 return
 
     def take(self) -> tuple[MarkDurable, ...]:
-        """Marks for the turns that are safe once what was noted so far is written."""
+        """Return marks for turns that are durable once the changes noted so far are written."""
         safe = [turn for turn, pointer in self._waiting.items() if self._is_on_disk(pointer)]
         for turn_id in safe:
             del self._waiting[turn_id]

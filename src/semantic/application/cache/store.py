@@ -1,7 +1,7 @@
 """KV cache that outlives its sequence: sealed blocks, in memory and on disk.
 
-Finds the longest known beginning of a prompt, and keeps the blocks that sequences leave behind,
-whichever model is loaded; it does not know what is in payloads.
+The store finds the longest known prefix of a prompt, and keeps the blocks that sequences seal. It
+works for any model and does not interpret payloads.
 """
 
 import time
@@ -16,7 +16,6 @@ from semantic.application.cache.restore_plan import (
     WantedPart,
     needed_windows,
     plan_restore,
-    state_of,
 )
 from semantic.application.cache.tiers import BlockTiers, OnMoved
 from semantic.application.cache.writer import DiskTier
@@ -26,23 +25,22 @@ from semantic.domain.errors import PoolExhaustedError
 from semantic.domain.pool import BlockPool, PoolUsage
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import KVPayload
-from semantic.ports.inbound import StateView
 from semantic.ports.telemetry import CacheCounts, EvictionReason, NoTelemetry, TelemetryPort
 
-_RECENT_S = 1.0  # how exactly it is known when the blocks of a running sequence were used
+_RECENT_S = 1.0  # precision of `last_used` for the blocks of a running sequence
 
 
 class AgentCacheStore:
     """Sealed blocks by content, within the budgets of memory and disk.
 
-    Thread-safe: the engine seals and recalls, readers and the writer move parts, anyone may ask.
+    Thread-safe: the engine seals and plans, readers and the writer move parts, all may query.
 
     Attributes:
-        spec: The geometry of the model whose blocks are kept.
-        roots: Those whose blocks were sealed or asked for: the served model's.
-        telemetry: The same, for the engine over this store; `counts` are its own.
-        loader: Brings parts into memory and holds them there.
-        watch: Lists blocks for those who draw them.
+        spec: The geometry of the KV cache of the served model.
+        roots: Roots of the served model under which blocks were sealed or looked up.
+        telemetry: Sink for events, also used by the engine; `counts` are its cache counters.
+        loader: Reads parts into memory and holds them there.
+        watch: Lists blocks for the web page's map.
     """
 
     def __init__(
@@ -58,12 +56,12 @@ class AgentCacheStore:
         """Start empty.
 
         Args:
-            pool: The budget of memory.
-            disk: Where blocks are kept beyond it, if anywhere.
-            on_moved: Told, within the lock, that what pointed at one block must point into another.
-            now: Seconds since the epoch.
-            telemetry: Who is told what happens; None is nobody.
-            remote: Where other machines find blocks, and theirs are; None if there are none.
+            pool: The memory budget.
+            disk: The disk tier; None keeps blocks in memory only.
+            on_moved: Called in the lock when pointers to one block must move to another block.
+            now: Returns seconds since the epoch.
+            telemetry: Sink for events; None disables it.
+            remote: The object store shared with other machines; None if there is none.
         """
         self.telemetry: TelemetryPort = telemetry or NoTelemetry()
         self.counts: CacheCounts = self.telemetry.counts.cache
@@ -80,26 +78,32 @@ class AgentCacheStore:
     # -- recall ---------------------------------------------------------------------------------
 
     def plan(self, root: BlockName, tokens: Sequence[int], *, is_used: bool = True) -> RestorePlan:
-        """Find the longest beginning of `tokens` that can be restored.
+        """Find the longest prefix of `tokens` that can be restored.
 
         Args:
-            root: Root of the tenant's names.
-            tokens: The prompt, less the tokens that must be computed anyway.
-            is_used: Whether that makes it young again.
+            root: Root of the tenant's block names.
+            tokens: The prompt, without the tokens that must be computed in any case.
+            is_used: Whether to mark the parts of the plan as just used.
         """
-        packed, spec = pack_tokens(tokens), self.spec
+        packed = pack_tokens(tokens)
         with self._lock:
             self.roots.add(root)
+            plan = self.find(root, packed)
+            if is_used:
+                self.use(plan.parts)
+            return plan
+
+    def find(self, root: BlockName, packed: bytes) -> RestorePlan:
+        """Like `plan`, for packed tokens and without side effects."""
+        spec = self.spec
+        with self._lock:
             match = self._index.match(root, packed, spec.block_tokens)
             ends = frozenset(
                 node.name
                 for node in match.nodes
                 if node.num_tokens == spec.block_tokens or self._index.has_followers(node)
             )
-            plan = plan_restore(root, match, spec, ends)
-            if is_used:
-                self.use(plan.parts)
-            return plan
+            return plan_restore(root, match, spec, ends)
 
     def worth_reading(
         self,
@@ -108,7 +112,7 @@ class AgentCacheStore:
         seconds_per_token: float,
         begun: Collection[PartKey] = (),
     ) -> RestorePlan:
-        """Leave out what is now slower to read than to compute, unless it is being read for it."""
+        """Remove parts from a plan that are slower to read than to compute, except `begun` ones."""
         if not seconds_per_token:
             return plan
         with self._lock:
@@ -116,18 +120,18 @@ class AgentCacheStore:
 
     @property
     def version(self) -> int:
-        """Changes whenever a plan may: a block, or a part of one, came or went."""
+        """Changes whenever a plan may change: a block or part was added or removed."""
         return self._index.version
 
     def prefetch(
         self, parts: Sequence[WantedPart], max_bytes: int | None = None
     ) -> list[WantedPart]:
-        """Begin to read what is not in memory, no more than can stay there; returns those parts.
+        """Start reading parts that are not in memory, as far as they fit; returns those parts.
 
         Args:
-            parts: The most useful first.
-            max_bytes: The most that is read; None is as much as fits beside those of them that
-                are in memory.
+            parts: Candidates, the most useful first.
+            max_bytes: Upper limit of the bytes to read; None means all that fits beside those of
+                the parts that are already in memory.
         """
         with self._lock:
             usage = self._pool.usage()
@@ -136,7 +140,7 @@ class AgentCacheStore:
             return self.loader.prefetch(parts, room if max_bytes is None else min(room, max_bytes))
 
     def discard(self, parts: Iterable[WantedPart]) -> None:
-        """Drop parts that could not be loaded, so that they are computed again."""
+        """Drop parts that could not be loaded, so that their tokens are computed again."""
         with self._lock:
             for wanted in parts:
                 num_dropped = self._tiers.drop_payloads([wanted], EvictionReason.CORRUPT)
@@ -153,29 +157,29 @@ class AgentCacheStore:
         tokens: Sequence[int],
         payloads: Sequence[KVPayload],
     ) -> BlockName | None:
-        """Keep the block that follows `parent`; the parts that are known are not kept twice.
+        """Keep the block that follows `parent`; parts that are already known are not stored twice.
 
-        Window parts are kept in memory alone until `settle` says which of them matter.
+        Window parts stay in memory only, until `settle` decides which of them to write.
 
         Args:
-            root: Root of the tenant's names.
-            parent: The block before it, or the root.
-            tokens: Its ids.
-            payloads: Its parts.
+            root: Root of the tenant's block names.
+            parent: The preceding block, or the root.
+            tokens: The block's token ids.
+            payloads: The block's parts.
 
         Returns:
-            Its name, or None if there is no room: caching never fails a request.
+            Its name, or None if there is no room: a full cache never fails a request.
         """
         packed = pack_tokens(tokens)
         with self._lock:
             self.roots.add(root)
             before = self._index.get(parent)
             if parent != root and (before is None or not before.has(LayerKind.FULL)):
-                return None  # without its beginning the block is of no use
+                return None  # a block is useless without its predecessors
             node = self._index.add(root, parent, before.end if before else 0, packed)
             nbytes = sum(payload.nbytes for payload in payloads)
             if before is not None and self._is_young(before, nbytes):
-                node.last_used = max(node.last_used, before.last_used)  # its files say so
+                node.last_used = max(node.last_used, before.last_used)  # recorded in its files
                 is_kept = self._keep(node, payloads)
             else:
                 is_kept = self._keep_in_chain(node, payloads)
@@ -187,7 +191,7 @@ class AgentCacheStore:
             return node.name
 
     def use(self, parts: Sequence[WantedPart]) -> None:
-        """Mark parts as just used, of a chain the end first."""
+        """Mark parts as just used, so that the end of a chain is evicted before its beginning."""
         with self._lock:
             now = self._now()
             self._pool.touch(wanted.key for wanted in parts)
@@ -197,12 +201,12 @@ class AgentCacheStore:
                     wanted.node.last_kept = now
 
     def touch(self, name: BlockName) -> None:
-        """Mark all that leads to a block as just used."""
+        """Mark all blocks of the chain up to a block as just used."""
         with self._lock:
             self.use([WantedPart(node, LayerKind.FULL) for node in self._index.chain(name)])
 
     def add(self, name: BlockName, payloads: Sequence[KVPayload]) -> None:
-        """Keep further parts of a block, as far as there is room."""
+        """Keep further parts of a block, if there is room."""
         with self._lock:
             node = self._index.get(name)
             if node is not None:
@@ -211,12 +215,12 @@ class AgentCacheStore:
     def settle(
         self, sealed: Iterable[BlockName], last: BlockName, boundaries: Sequence[int]
     ) -> None:
-        """Of blocks sealed in a turn, write the window parts its boundaries need, drop the others'.
+        """Write the window parts of a turn's blocks that its boundaries need, and drop the others.
 
         Args:
             sealed: The turn's blocks.
-            last: The end of their chain.
-            boundaries: Positions the conversation may be resumed at.
+            last: The last block of their chain.
+            boundaries: Positions at which the conversation may be resumed.
         """
         with self._lock:
             known = [self._index.get(name) for name in sealed]
@@ -237,46 +241,46 @@ class AgentCacheStore:
     # -- memory ---------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int) -> None:
-        """Take room for live sequences, evicting blocks if need be.
+        """Reserve memory for running sequences, evicting blocks if necessary.
 
         Raises:
-            PoolExhaustedError: there is not that much.
+            PoolExhaustedError: too little memory can be freed.
         """
         with self._lock:
             try:
                 self._tiers.reserve(nbytes)
             except PoolExhaustedError:
-                self.loader.stop_prefetching()  # what nobody waits for gives way
+                self.loader.stop_prefetching()  # leaves the room to requests that wait
                 raise
 
     def release(self, nbytes: int) -> None:
-        """Give room back."""
+        """Release reserved memory."""
         self._pool.release(nbytes)
 
     def resize(self, nbytes: int) -> None:
-        """Use another budget of memory; `PoolExhaustedError` if more than that is in use."""
+        """Change the memory budget; `PoolExhaustedError` if more than that is in use."""
         with self._lock:
             self._tiers.resize(nbytes)
 
     def usage(self) -> PoolUsage:
-        """Read the pool's counters."""
+        """Return the pool's counters."""
         return self._pool.usage()
 
     @property
     def is_busy(self) -> bool:
-        """Whether parts are being read or written, so that room will come."""
+        """Whether parts are being read or written, after which more memory can be freed."""
         with self._lock:
             return self.loader.is_busy or self._tiers.is_writing
 
     def drop_payloads(self, parts: Iterable[WantedPart]) -> int:
-        """Drop parts from memory that are not in use; returns how many went."""
+        """Drop parts that are not held from memory; returns how many were dropped."""
         with self._lock:
             return self._tiers.drop_payloads(parts)
 
     def drop_files(
         self, parts: Iterable[WantedPart], reason: EvictionReason = EvictionReason.UNUSED
     ) -> int:
-        """Delete parts from disk that nobody counts on; returns the bytes freed."""
+        """Delete the files of parts without leases; returns the bytes freed."""
         with self._lock:
             unused = [part for part in parts if not part.node.num_leases]
             return sum(self._tiers.drop_file(part, reason) for part in unused)
@@ -289,19 +293,19 @@ class AgentCacheStore:
             return freed
 
     def drop_memory(self) -> None:
-        """Drop all that is in memory and not in use."""
+        """Drop all parts in memory that are not held."""
         self.loader.stop_prefetching()
         self.drop_payloads(WantedPart(n, kind) for n in self.nodes() for kind in tuple(n.payloads))
 
     def serve(self, spec: ModelCacheSpec, roots: Iterable[BlockName]) -> None:
-        """Keep the blocks of another model from now on; those of others stay on disk."""
+        """Switch to the blocks of another model; blocks of other models stay on disk."""
         with self._lock:
             self.spec, self.roots = spec, set(roots)
 
     # -- disk -----------------------------------------------------------------------------------
 
     def restore_index(self, parts: Iterable[BlockPart]) -> None:
-        """Take over what a directory holds, at the start."""
+        """Add the parts found in a directory to the index."""
         with self._lock:
             for part in parts:
                 node = self._index.add(part.root, part.parent, part.start, part.tokens)
@@ -312,9 +316,9 @@ class AgentCacheStore:
     def reconcile(
         self, present: Iterable[BlockPart], missing: Iterable[PartKey]
     ) -> list[BlockPart]:
-        """Take over unknown files, forget those that are not there; returns the unknown ones."""
+        """Add unknown files to the index, remove missing ones; returns the unknown ones."""
         with self._lock:
-            # Those that were written while the files were read are known by now.
+            # Files written during the scan are in the index already.
             unknown = [part for part in present if not self._index.has_file(part.key)]
             self.restore_index(unknown)
             for name, kind in missing:
@@ -324,20 +328,20 @@ class AgentCacheStore:
             return unknown
 
     def offer_again(self) -> bool:
-        """Hand over what the writer had no room for; False if nothing is left to write."""
+        """Offer dirty parts to the writer again; False if nothing is being written."""
         with self._lock:
             self._tiers.offer_again()
             return self._tiers.is_writing
 
     def is_on_disk(self, pointer: Pointer) -> bool:
-        """Whether all that leads to a place is on disk, and none of it is still to be written."""
+        """Whether all blocks up to a pointer are on disk and none of their parts is dirty."""
         with self._lock:
             return self._tiers.is_on_disk(pointer)
 
-    # -- what agents reach ----------------------------------------------------------------------
+    # -- blocks of agents -----------------------------------------------------------------------
 
     def nodes(self) -> list[BlockNode]:
-        """All known blocks, the least recently used first."""
+        """Return all known blocks, the least recently used first."""
         with self._lock:
             return list(self._index)
 
@@ -347,15 +351,14 @@ class AgentCacheStore:
             return self._index.get(name)
 
     def chain(self, name: BlockName) -> list[BlockNode]:
-        """The blocks up to `name`, from the first one that is known without a gap."""
+        """Return the blocks up to `name`, starting after the last unknown ancestor."""
         with self._lock:
             return self._index.chain(name)
 
     def lineage(self, pointer: Pointer, tokens: Callable[[], Sequence[int]]) -> list[BlockNode]:
-        """What is known of the blocks that lead to a pointer, from the first on.
+        """Return the known blocks of the chain up to a pointer, from the first.
 
-        `tokens` reads the conversation, if its end is gone: what is left is then found as a prompt
-        would find it.
+        If the chain is incomplete, return the longest known prefix of the conversation, `tokens()`.
         """
         with self._lock:
             chain = self._index.chain_from(pointer.root, pointer.block)
@@ -366,24 +369,22 @@ class AgentCacheStore:
             match = self._index.match(pointer.root, packed, self.spec.block_tokens)
             return [node for node in match.nodes if node.end <= match.end]
 
-    def footprint(self, pointer: Pointer, tokens: Callable[[], Sequence[int]]) -> StateView:
-        """See where the blocks that lead to a pointer are; `tokens` as for `lineage`."""
-        nodes = self.lineage(pointer, tokens)
-        with self._lock:
-            return state_of(nodes, pointer.num_tokens)
+    def disk_bytes(self, root: BlockName) -> int:
+        """Return the bytes on disk of one root's blocks."""
+        return self._index.disk_bytes(root)
 
     def reachable(self, pointers: Iterable[Pointer]) -> set[BlockName]:
-        """Blocks that lead to any of these places, and the boundaries inside them."""
+        """Return the blocks in the chains up to these pointers, and the boundaries inside."""
         with self._lock:
             return self._index.reachable(pointer.block for pointer in pointers)
 
     def pin(self, pointers: Iterable[Pointer]) -> None:
-        """Keep what leads to these places on disk whatever the budget, and nothing else."""
+        """Exempt the blocks up to these pointers from disk eviction, and unpin all others."""
         with self._lock:
             self._index.pin([pointer.block for pointer in pointers])
 
     def used_files(self, since: float) -> list[PartKey]:
-        """Files of the blocks that were used since a time."""
+        """Return the files of blocks that were used since a time."""
         with self._lock:
             used = (node for node in self._index if node.last_used >= since)
             return [(node.name, kind) for node in used for kind in node.files]
@@ -396,10 +397,10 @@ class AgentCacheStore:
         spared: Collection[BlockName],
         is_cold: bool,
     ) -> int:
-        """Drop what leads to a pointer from memory, and from disk too if it is to be cold.
+        """Drop the blocks up to a pointer from memory and, if `is_cold`, from disk too.
 
-        What is not on disk yet stays, unless it is to be cold; `spared` blocks stay in any case.
-        `tokens` as for `lineage`. Returns how many parts went from memory.
+        Unless `is_cold`, parts that are not on disk yet stay. Blocks in `spared` always stay.
+        `tokens` as for `lineage`. Returns the number of parts dropped from memory.
         """
         nodes = self.lineage(pointer, tokens)
         with self._lock:
@@ -414,7 +415,7 @@ class AgentCacheStore:
             return num_dropped
 
     def drop_orphans(self, reachable: Collection[BlockName], *, unused_since: float) -> int:
-        """Drop what is not reachable and nobody used since a time; returns the disk bytes freed."""
+        """Drop blocks not reachable and not used since a time; returns the disk bytes freed."""
         with self._lock:
             nodes = orphans(self._index, reachable, unused_since=unused_since)
             return self.drop([WantedPart(n, kind) for n in nodes for kind in LayerKind])
@@ -422,11 +423,11 @@ class AgentCacheStore:
     def drop_old_boundaries(
         self, latest_turns: Iterable[tuple[Pointer, int]], *, unused_since: float
     ) -> int:
-        """Drop window and state parts that nobody will resume from; returns the disk bytes freed.
+        """Drop window and state parts that no agent will resume from; returns disk bytes freed.
 
         Args:
-            latest_turns: Where the last turns of all agents end, and how long their prompts were.
-            unused_since: What no agent has and was used later is spared.
+            latest_turns: Pointer and prompt length of the last turns of all agents.
+            unused_since: Parts that belong to no agent are spared if used after this time.
         """
         if self.spec.kinds == (LayerKind.FULL,):
             return 0
@@ -435,7 +436,7 @@ class AgentCacheStore:
         for pointer, num_prompt in latest_turns:
             if pointer.root not in self.roots:
                 continue
-            with self._lock:  # not around them all: reading turns takes its time
+            with self._lock:  # not around the loop: reading turns is slow
                 nodes = self._index.path(pointer.block)
             needed |= resumable_blocks(nodes, (pointer.num_tokens, num_prompt), self.spec)
             passed.update(node.name for node in nodes)
@@ -457,7 +458,7 @@ class AgentCacheStore:
         """Check the pool, and that payloads and index match it.
 
         Raises:
-            AssertionError: they do not.
+            AssertionError: they do not match.
         """
         with self._lock:
             self._tiers.check_integrity()
@@ -467,7 +468,7 @@ class AgentCacheStore:
     def _keep(
         self, node: BlockNode, payloads: Sequence[KVPayload], chain: Sequence[BlockNode] = ()
     ) -> bool:
-        """Take parts into memory, and hand them to the writer; False without room."""
+        """Keep parts in memory and offer them to the writer; False if there is no room."""
         try:
             kinds = self._tiers.keep(node, payloads, chain)
         except PoolExhaustedError:
@@ -480,15 +481,15 @@ class AgentCacheStore:
         return True
 
     def _is_young(self, node: BlockNode, nbytes: int) -> bool:
-        """Whether nothing that leads to a node, as young as it is, would go for so many bytes."""
+        """Whether a node is recent, and `nbytes` fit by evicting only parts older than it.
+
+        In that case its chain is safe from eviction and need not be touched.
+        """
         is_recent = 0 <= self._now() - node.last_used < _RECENT_S
         return is_recent and self._tiers.has_room(nbytes, unused_since=node.last_used)
 
     def _keep_in_chain(self, node: BlockNode, payloads: Sequence[KVPayload]) -> bool:
-        """Keep parts at the expense of anything but what leads to them, and mark it all as used.
-
-        Slow for long chains.
-        """
+        """Keep parts without evicting their chain, and mark it as used. Slow for long chains."""
         chain = self._index.chain_from(node.root, node.parent)
         if chain is None or not all(link.has(LayerKind.FULL) for link in chain):
             return False

@@ -1,8 +1,8 @@
-"""Where the parts of blocks are: in memory within the pool's budget, on disk, or on the way.
+"""Tracks where the parts of blocks are: in memory within the pool's budget, on disk, or in transit.
 
-A part that was sealed is written, and held in memory until it is on disk; what the writer has no
-room for stays dirty and is offered again. Not thread-safe: its owner has the lock, which the
-writer's callbacks take.
+A sealed part is queued for writing and held in memory until it is on disk. Parts that the writer
+has no room for stay dirty and are offered again later. Not thread-safe: the caller holds `lock`.
+Callbacks of the writer acquire it themselves.
 """
 
 import threading
@@ -29,11 +29,11 @@ class BlockTiers:
 
     Attributes:
         index: All known blocks.
-        pool: Counts what is in memory, and says which goes next.
-        disk: Writes and reads files; None if there are none.
-        remote: Uploads files and downloads others'; None if no other machine has any.
+        pool: Counts the bytes in memory and chooses the parts to evict.
+        disk: Writes and reads files; None if blocks are kept in memory only.
+        remote: Uploads and downloads files; None without a shared object store.
         lock: Guards all of these.
-        counts: What happened since the start.
+        counts: Counters since the start.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class BlockTiers:
         self.counts = counts
         self._on_moved = on_moved
         self._writing: set[PartKey] = set()
-        self._dirty: dict[PartKey, WantedPart] = {}  # the writer had no room for these
+        self._dirty: dict[PartKey, WantedPart] = {}  # the queue was full or writing failed
 
     # -- memory ---------------------------------------------------------------------------------
 
     def keep(
         self, node: BlockNode, payloads: Sequence[KVPayload], chain: Sequence[BlockNode] = ()
     ) -> list[LayerKind]:
-        """Take those of a block's parts that are not there yet, and say which; mutates the node.
+        """Add those payloads to a node that it lacks; returns their kinds.
 
-        Others make room for them, but not the block's own parts, nor those of its chain.
+        Other parts are evicted for them, but not the node's own parts and not those of its chain.
 
         Raises:
-            PoolExhaustedError: there is no room; nothing was taken.
+            PoolExhaustedError: there is no room; nothing was added.
         """
         new = {p.kind: p for p in payloads if p.kind not in node.payloads}
         before = [(link.name, LayerKind.FULL) for link in chain]
@@ -77,7 +77,7 @@ class BlockTiers:
         return list(new)
 
     def has_room(self, nbytes: int, *, unused_since: float) -> bool:
-        """Whether so much fits if only those parts go that were not used since a time."""
+        """Whether `nbytes` fit by evicting only parts that were not used since a time."""
         usage = self.pool.usage()
         excess = usage.used + nbytes - usage.total
         if excess > usage.idle:
@@ -86,25 +86,25 @@ class BlockTiers:
         return all(node is not None and node.last_used < unused_since for node in nodes)
 
     def reserve(self, nbytes: int) -> None:
-        """Take room for something else, dropping parts that nobody holds if need be.
+        """Reserve memory for other uses, evicting idle parts if necessary.
 
         Raises:
-            PoolExhaustedError: there is not that much.
+            PoolExhaustedError: too little memory can be freed.
         """
         self._forget(self.pool.reserve(nbytes), EvictionReason.BUDGET)
 
     def resize(self, nbytes: int) -> None:
-        """Use another budget, dropping parts that nobody holds if need be.
+        """Change the memory budget, evicting idle parts if necessary.
 
         Raises:
-            PoolExhaustedError: more than that is in use.
+            PoolExhaustedError: more than the new budget is in use.
         """
         self._forget(self.pool.resize(nbytes), EvictionReason.BUDGET)
 
     def drop_payloads(
         self, parts: Iterable[WantedPart], reason: EvictionReason = EvictionReason.UNUSED
     ) -> int:
-        """Drop parts from memory that nobody holds; returns how many went."""
+        """Drop idle parts from memory; returns how many were dropped."""
         dropped = self.pool.discard(part.key for part in parts)
         self._forget(dropped, reason)
         return len(dropped)
@@ -112,7 +112,7 @@ class BlockTiers:
     def _forget(self, evicted: Iterable[PartKey], reason: EvictionReason) -> None:
         for name, kind in evicted:
             node = self.index.get(name)
-            assert node is not None  # noqa: S101 - what is in memory is known
+            assert node is not None  # noqa: S101 - parts in memory have a node
             del node.payloads[kind]
             self.index.version += 1
             self.index.note_change(name)
@@ -129,7 +129,7 @@ class BlockTiers:
         seconds_per_token: float,
         begun: Collection[PartKey],
     ) -> RestorePlan:
-        """Leave out of a plan what is slower to read than to compute; the slower tier first."""
+        """Remove parts from a plan that are slower to read than to compute, remote tier first."""
         for tier, part in ((self.remote, WantedPart.far_part), (self.disk, WantedPart.near_part)):
             if tier is not None:
                 is_read_in = tier.cost.is_read_in
@@ -140,16 +140,16 @@ class BlockTiers:
 
     @property
     def is_writing(self) -> bool:
-        """Whether something is being written."""
+        """Whether a part is queued for writing or being written."""
         return bool(self._writing)
 
     def write(self, part: WantedPart) -> None:
-        """Hand a part to the writer, if it is not there; it stays in memory until it is on disk."""
+        """Offer a part to the writer, unless it is on disk; holds it in memory until then."""
         node, kind = part.node, part.kind
         if self.disk is None or kind in node.files or part.key in self._writing:
             return
         if kind not in node.payloads:
-            return  # it was dropped while it waited
+            return  # it was dropped while it was dirty
         payload = node.payloads[kind]
         job = WriteJob(
             node.part(kind), payload, self._victims, self._end_writing, self._lose_payload
@@ -161,13 +161,13 @@ class BlockTiers:
             self._dirty[part.key] = part
 
     def offer_again(self) -> None:
-        """Hand over what the writer had no room for, as far as it is still in memory."""
+        """Offer dirty parts that are still in memory to the writer again."""
         waiting, self._dirty = self._dirty, {}
         for part in waiting.values():
             self.write(part)
 
     def _end_writing(self, part: BlockPart, file: BlockPart | None) -> None:
-        """Note that a part is on disk, or that it could not be written. On the writer's thread."""
+        """Record that a part is on disk, or dirty after a failure. Runs on the writer's thread."""
         with self.lock:
             node = self._written(part)
             if file is None:
@@ -184,45 +184,45 @@ class BlockTiers:
             self.offer_again()
 
     def _end_upload(self, part: BlockPart) -> None:
-        """Note that others can have a part. On an upload's thread."""
+        """Record that a part is in the object store. Runs on an upload thread."""
         with self.lock:
             node = self.index.get(part.name)
             if node is not None:
                 node.remote[part.kind] = part
 
     def _lose_payload(self, part: BlockPart) -> None:
-        """Forget a part whose bytes never came from the device. On the writer's thread."""
+        """Drop a part that could not be copied from the device. Runs on the writer's thread."""
         with self.lock:
             self.counts.corrupt += 1
             self.drop_payloads([WantedPart(self._written(part), part.kind)])
 
     def _written(self, part: BlockPart) -> BlockNode:
-        """Let go of a part that was handed to the writer; returns its node."""
+        """Release a part from the writer; returns its node."""
         node = self.index.get(part.name)
-        assert node is not None  # noqa: S101 - what is being written is held
+        assert node is not None  # noqa: S101 - parts being written are held
         self._writing.remove(part.key)
         self.pool.let_go(part.key)
         return node
 
     def is_on_disk(self, pointer: Pointer) -> bool:
-        """Whether all that leads to a place is on disk, and none of it is still to be written."""
+        """Whether all blocks up to a pointer are on disk and none of their parts is dirty."""
         chain = self.index.chain_from(pointer.root, pointer.block)
         if not chain:
             return False
         return all(LayerKind.FULL in node.files and not self._is_dirty(node) for node in chain)
 
     def _is_dirty(self, node: BlockNode) -> bool:
-        """Whether a part of a node waits to be written."""
+        """Whether a part of a node is dirty or being written."""
         keys = [(node.name, kind) for kind in node.payloads if kind not in node.files]
         return any(key in self._dirty or key in self._writing for key in keys)
 
     # -- deleting -------------------------------------------------------------------------------
 
     def drop_file(self, part: WantedPart, reason: EvictionReason = EvictionReason.UNUSED) -> int:
-        """Delete a part's file, if there is one; returns its bytes. A bad one is set aside."""
+        """Delete a part's file, if any; returns its bytes. A corrupt file goes to quarantine."""
         file = self.index.pop_file(part.node, part.kind)
         if file is None and reason is EvictionReason.CORRUPT:
-            part.node.remote.pop(part.kind, None)  # it was read from there
+            part.node.remote.pop(part.kind, None)  # the object store had the corrupt copy
             self.index.version += 1
         if file is not None and self.disk is not None:
             self.counts.evictions["disk", reason.value] += 1
@@ -231,23 +231,25 @@ class BlockTiers:
         return file.nbytes if file is not None else 0
 
     def lose_file(self, part: WantedPart) -> None:
-        """Forget a file that turned out to be gone or bad, and count it."""
+        """Drop a file that is missing or corrupt, and count it."""
         self.counts.corrupt += 1
         self.drop_file(part, EvictionReason.CORRUPT)
 
     def _victims(self, part: BlockPart, nbytes: int, excess: int, slack: int) -> list[BlockPart]:
-        """Choose and forget files that make way for a new one. On the writer's thread.
+        """Choose files to evict for a new one, and remove them from the index.
+
+        Runs on the writer's thread.
 
         Args:
-            part: What the room is for; what it follows is spared.
-            nbytes: What it takes at most.
-            excess: How much of the disk's budget must be freed; if less can be, nothing is.
-            slack: How much more would be welcome.
+            part: The new part; the blocks before it in its chain are spared.
+            nbytes: Upper bound of its file's size.
+            excess: Bytes to free to meet the disk budget; if less can be freed, nothing is.
+            slack: Further bytes to free if possible.
 
         Raises:
             CachePersistenceError: the tenant's share is full.
         """
-        assert self.disk is not None  # noqa: S101 - it asks
+        assert self.disk is not None  # noqa: S101 - only the disk tier calls this
         quota = self.disk.limits.tenant_bytes(part.root)
         with self.lock:
             victims: list[BlockPart] = []
@@ -262,7 +264,7 @@ class BlockTiers:
     def _evict_files(
         self, nbytes: int, incoming: BlockPart, *, root: BlockName | None = None, slack: int = 0
     ) -> list[BlockPart]:
-        """Forget at least `nbytes` of files, and say which; none in vain."""
+        """Remove at least `nbytes` of files from the index, or none; returns them."""
         if nbytes <= 0:
             return []
         spared = {node.name for node in self.index.chain(incoming.parent)}
@@ -281,18 +283,18 @@ class BlockTiers:
     # -- tails ----------------------------------------------------------------------------------
 
     def free_tails(self, node: BlockNode) -> None:
-        """Free the tails that `node` begins with: turns that ended there point into it now."""
+        """Drop the tails that `node` replaces; turns that ended in a tail now point into `node`."""
         for tail in superseded_tails(self.index, node):
             full = WantedPart(tail, LayerKind.FULL)
             self.drop_payloads([full])
-            if LayerKind.FULL not in tail.payloads:  # nobody holds it
+            if LayerKind.FULL not in tail.payloads:  # False while it is held
                 self.drop_file(full)
                 node.num_pins = max(node.num_pins, tail.num_pins)
                 if self._on_moved is not None:
                     self._on_moved(tail.name, node.name)
 
     def free_if_tail(self, node: BlockNode) -> None:
-        """Free a node that somebody counted on when what it begins was sealed."""
+        """Drop a tail that could not be dropped when its longer block was sealed."""
         if self.index.get(node.name) is not node or not node.has(LayerKind.FULL):
             return
         longer = self.index.extension_of(node)
@@ -300,7 +302,7 @@ class BlockTiers:
             self.free_tails(longer)
 
     def reconsider(self, node: BlockNode) -> None:
-        """Forget or free a node if nobody counts on it any more."""
+        """Remove or free a node after a hold or lease on it has ended."""
         self.index.prune(node)
         self.free_if_tail(node)
 
@@ -310,7 +312,7 @@ class BlockTiers:
         """Check the pool, and that payloads and index match it.
 
         Raises:
-            AssertionError: they do not.
+            AssertionError: they do not match.
         """
         self.pool.check_integrity()
         keys = {(node.name, kind) for node in self.index for kind in node.payloads}

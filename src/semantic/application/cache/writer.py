@@ -1,9 +1,9 @@
-"""The disk behind the pool: one thread writes, a few read, and nobody waits for either.
+"""The disk tier: one thread writes, several threads read, and no caller waits for them.
 
-What is handed in is written in order: files first, then in one transaction the rows that speak of
-them. The queue is bounded in bytes; what does not fit stays in memory and is offered again when
-there is room. A disk that fails costs durability, never a request; a ledger that is busy is tried
-again, for turns must not be lost.
+Jobs are written in order: files first, then, in one transaction, the rows that refer to them. The
+queue is bounded in bytes; parts that do not fit stay in memory and are offered again later. A disk
+failure costs durability but never fails a request. A busy ledger is retried, because turns must not
+be lost.
 """
 
 import contextlib
@@ -30,24 +30,24 @@ _log = logging.getLogger(__name__)
 
 NUM_READERS = max(2, min(16, os.cpu_count() or 1))
 _MAX_BATCH = 256
-_MAX_BATCH_BYTES = 64 * 2**20  # after so much, rows are written: a crash must not lose many
+_MAX_BATCH_BYTES = 64 * 2**20  # rows are written at least this often: a crash must not lose many
 _RETRY_S = 0.5
 _TELL_AGAIN_S = 60.0
-_MEMORY = 0.9  # how much of what reading took before counts at the next read
-_DOUBT = 0.9  # of what reading is said to take, each time that was too long
-_SLACK = 0.02  # of what blocks may take, freed beyond need, so that it is not done for each file
-_FILE_OVERHEAD = 4096  # what a file holds beside its payload and its ids, at most
+_MEMORY = 0.9  # weight of earlier measurements at each new one
+_HALF_LIFE_S = 60.0  # without new measurements, the estimated read time halves in this time
+_SLACK = 0.02  # share of the budget freed in advance, so that not every file evicts
+_FILE_OVERHEAD = 4096  # upper bound of a file's size beyond its payload and token ids
 
 
 @dataclass(frozen=True, slots=True)
 class DiskLimits:
-    """How much of the disk may be used.
+    """Limits of disk use.
 
     Attributes:
-        budget_bytes: Everything in the directory, other models' files and the ledger too.
-        queue_bytes: The most that waits to be written.
-        tenant_bytes: Says of a root how much its tenant may have below it; None is as much as the
-            budget allows.
+        budget_bytes: For everything in the directory, including other models' files and the ledger.
+        queue_bytes: For parts that are queued for writing.
+        tenant_bytes: Returns the limit of the tenant that owns a root; None means no limit besides
+            the budget.
     """
 
     budget_bytes: int
@@ -60,11 +60,11 @@ class WriteJob:
     """A part to be written. Its callbacks run on the writer's thread.
 
     Attributes:
-        victims: Chooses and forgets files that make way for it: told the part, its bytes, how many
-            bytes the disk's budget lacks, and how many more would be welcome. Raises
-            `CachePersistenceError` if the part may not be written.
-        on_end: Told the part and its file, with its size; no file if it could not be written.
-        on_lost: Told the part if its bytes never came.
+        victims: Chooses files to evict for the part and removes them from the index. Takes the
+            part, its bytes, the bytes by which the disk budget is exceeded, and further bytes to
+            free if possible. Raises `CachePersistenceError` if the part may not be written.
+        on_end: Called with the part and its file with its size; None if it could not be written.
+        on_lost: Called with the part if its bytes could not be copied from the device.
     """
 
     part: BlockPart
@@ -75,63 +75,72 @@ class WriteJob:
 
 
 class ReadCost:
-    """How long reading takes, judged by what was read so far. Thread-safe."""
+    """Estimates the duration of reads from earlier reads. Thread-safe."""
 
-    def __init__(self, num_ignored: int = 0) -> None:
-        """Start without a judgement; the first `num_ignored` readings pay for connections."""
+    def __init__(
+        self, num_ignored: int = 0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Start without an estimate.
+
+        Args:
+            num_ignored: Number of first reads to ignore, because they also open connections.
+            clock: Returns seconds.
+        """
         self._lock = threading.Lock()
         self._num_ignored = num_ignored
+        self._clock = clock
         self._num_reading = 0
         self._seconds = 0.0
         self._bytes = 0.0
+        self._measured_at = 0.0
 
     @contextlib.contextmanager
     def measured(self, nbytes: int) -> Iterator[None]:
-        """Measure a reading; one that fails says nothing."""
+        """Measure a read; failed reads do not count."""
         with self._lock:
             self._num_reading += 1
             num_reading = self._num_reading
-        started = time.perf_counter()
+        started = self._clock()
         try:
             yield
         except BaseException:
             with self._lock:
                 self._num_reading -= 1
             raise
-        elapsed = time.perf_counter() - started
+        ended = self._clock()
+        elapsed = ended - started
         with self._lock:
             num_reading = max(num_reading, self._num_reading)
             self._num_reading -= 1
             if self._num_ignored:
                 self._num_ignored -= 1
                 return
-            # By bytes: many small files must not make large ones look slow. Those that were read
-            # side by side took the time together.
+            # Weighted by bytes: many small files must not make large ones look slow. Concurrent
+            # reads share the elapsed time.
             self._seconds = self._seconds * _MEMORY + elapsed / num_reading
             self._bytes = self._bytes * _MEMORY + nbytes
+            self._measured_at = ended
 
     def seconds_to_read(self, nbytes: int) -> float:
-        """How long reading takes; 0 before the first time."""
+        """Estimate the duration of a read in seconds; 0 before the first measurement.
+
+        The estimate decays with its age. Otherwise a disk once found too slow would not be read,
+        hence not be measured, and never be tried again.
+        """
         with self._lock:
-            return nbytes * self._seconds / max(self._bytes, 1)
+            age_s = self._clock() - self._measured_at
+            belief = math.exp2(-age_s / _HALF_LIFE_S)
+            return nbytes * self._seconds / max(self._bytes, 1) * belief
 
     def is_read_in(self, nbytes: int, seconds: float) -> bool:
-        """Whether reading takes no longer than so many seconds.
-
-        Each time it does, the measured cost is believed less: one that keeps all from being read
-        is never measured again.
-        """
-        is_fast = self.seconds_to_read(nbytes) <= seconds
-        if not is_fast:
-            with self._lock:
-                self._seconds *= _DOUBT
-        return is_fast
+        """Whether reading `nbytes` is estimated to take at most `seconds`."""
+        return self.seconds_to_read(nbytes) <= seconds
 
 
 def read_by(
     readers: ThreadPoolExecutor, read: Callable[[BlockPart], KVPayload], part: BlockPart
 ) -> Future[KVPayload]:
-    """Let one of the readers read a part; fails with `DrainingError` once they are closed."""
+    """Read a part on one of the readers; fails with `DrainingError` once they are closed."""
     try:
         return readers.submit(read, part)
     except RuntimeError:  # closed
@@ -141,9 +150,9 @@ def read_by(
 
 
 class DiskTier:
-    """Files and ledger of one directory. All methods are safe on any thread and return at once.
+    """Files and ledger of one directory. Thread-safe; only `flush` and `close` block.
 
-    It knows files and rows; which blocks there are, and which go, is for those who offer them.
+    It handles files and rows; the callers decide which blocks exist and which are evicted.
     """
 
     def __init__(
@@ -163,14 +172,15 @@ class DiskTier:
         self._lock = threading.Lock()
         self._queued_bytes = 0
         self.cost = ReadCost()
-        self._problems: dict[str, str] = {}  # of files, and of the ledger
+        self._problems: dict[str, str] = {}  # by source: "files" or "ledger"
         self._told_at: dict[str, float] = {}
         self._is_drained = threading.Event()
         self._is_closed = False
+        self._has_ended = False
         self._deadline = math.inf
         self._readers = ThreadPoolExecutor(NUM_READERS, "semantic-reader")
         self._writer = threading.Thread(target=self._run, name="semantic-writer", daemon=True)
-        # The writer's own.
+        # Used by the writer's thread only.
         self._is_stopping = False
         self._batch_bytes = 0
         self._is_on_disk: Callable[[Pointer], bool] | None = None
@@ -182,42 +192,46 @@ class DiskTier:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that wait to be written."""
+        """Bytes queued for writing."""
         with self._lock:
             return self._queued_bytes
 
     @property
     def problem(self) -> str:
-        """Why the last write failed; empty while writing works."""
+        """Reason of the last failed write; empty while writing succeeds."""
         with self._lock:
             return "; ".join(filter(None, self._problems.values()))
 
     def start(self, is_on_disk: Callable[[Pointer], bool]) -> None:
-        """Begin writing; turns are durable when all that leads to them is on disk."""
+        """Start the writer; `is_on_disk` says whether all blocks up to a pointer are on disk."""
         self._is_on_disk = is_on_disk
         self._writer.start()
 
     def offer(self, job: WriteJob) -> bool:
-        """Queue a part; False if the queue is full. `on_end` follows if it is taken."""
+        """Queue a part; False if the queue is full or closed.
+
+        If the part is queued, `on_end` or `on_lost` is called later.
+        """
         nbytes = job.payload.nbytes
         with self._lock:
             is_taken = not self._queued_bytes or (
                 self._queued_bytes + nbytes <= self.limits.queue_bytes
             )
+            is_taken = is_taken and not self._has_ended
             if is_taken:
                 self._queued_bytes += nbytes
-        if is_taken:
-            self._work.put(partial(self._write, job))
+                self._work.put(partial(self._write, job))
         return is_taken
 
     def delete(self, parts: Sequence[BlockPart], *, is_bad: bool = False) -> None:
-        """Remove files that no one refers to any more; bad ones go to quarantine."""
+        """Delete files that are no longer referenced; `is_bad` moves them to quarantine instead."""
         self._work.put(partial(self._remove, tuple(parts), is_bad=is_bad))
 
     def change(self, *changes: LedgerChange) -> Future[None]:
-        """Write to the ledger after everything handed in before; the future tells when.
+        """Write to the ledger after all earlier jobs; the future completes when it is written.
 
-        It fails with `CachePersistenceError` if they cannot be written, now or later.
+        It fails with `CachePersistenceError` if the tier is closed or the first attempt fails.
+        After a failed attempt the writer still retries the changes, unless they are invalid.
         """
         done: Future[None] = Future()
         with self._lock:
@@ -228,25 +242,25 @@ class DiskTier:
         return done
 
     def read(self, part: BlockPart) -> Future[KVPayload]:
-        """Read a part; the future may fail with `CacheCorruptionError`, or `DrainingError`."""
+        """Read a part; the future may fail with `CacheCorruptionError` or `DrainingError`."""
         return read_by(self._readers, self._read, part)
 
     def room_for(self, part: BlockPart) -> int:
-        """Memory that reading a part takes, at most."""
+        """Return an upper bound of the memory that reading a part takes."""
         return self._files.room_for(part)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of everything in the directory, which the budget is for."""
+        """Bytes of everything in the directory, to which the budget applies."""
         return self._files.used_bytes()
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of what is in the directory and no block: the ledger and its backup."""
+        """Bytes in the directory that are not blocks: the ledger and its backup."""
         return self._files.other_bytes()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything handed in so far is written; False if it took too long."""
+        """Wait until all earlier jobs are written; False on timeout or failure."""
         try:
             self.change().result(timeout_s)
         except (TimeoutError, CachePersistenceError):
@@ -254,15 +268,15 @@ class DiskTier:
         return True
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is queued and end the threads; False if not all is written by then.
+        """Write the queue and end the threads; False if not everything is written in time.
 
-        In the second half of the time blocks are left unwritten, so that the turns behind them
-        are not lost.
+        Blocks are skipped in the second half of the time, so that the turns queued behind them are
+        not lost.
         """
         with self._lock:
             self._is_closed = True
             self._deadline = min(self._deadline, time.monotonic() + timeout_s / 2)
-        # Cancelling them would run what waits for them inside the executor's lock.
+        # Cancelling futures would run their callbacks inside the executor's lock.
         self._readers.shutdown(wait=False)
         self._work.put(self._stop)
         self._writer.join(timeout_s)
@@ -270,7 +284,7 @@ class DiskTier:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the writer has ended: nothing more happens to the directory."""
+        """Whether the writer's thread has ended, so that the directory no longer changes."""
         return not self._writer.is_alive()
 
     # -- readers --------------------------------------------------------------------------------
@@ -287,20 +301,26 @@ class DiskTier:
     # -- the writer -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not (self._is_stopping and self._work.empty()):
+        while not self._is_at_end():
             try:
                 self._round()
-            except Exception:  # noqa: BLE001 - whatever happens, the writer goes on
+            except Exception:  # noqa: BLE001 - the writer must continue
                 _log.exception("the writer failed, and goes on")
         self._rows.close()
         if not self._rows.has_unwritten:
             self._is_drained.set()
 
+    def _is_at_end(self) -> bool:
+        """Whether the writer is stopping and its queue is empty; it then accepts no more jobs."""
+        with self._lock:
+            self._has_ended = self._is_stopping and self._work.empty()
+            return self._has_ended
+
     def _stop(self) -> None:
         self._is_stopping = True
 
     def _round(self) -> None:
-        """Do what is there, files first, then write the rows that speak of them."""
+        """Run queued jobs, files first, then write the rows that refer to them."""
         self._batch_bytes = 0
         try:
             self._work.get(timeout=_RETRY_S if self._rows.has_unwritten else None)()
@@ -312,7 +332,6 @@ class DiskTier:
         self._rows.apply()
 
     def _write(self, job: WriteJob) -> None:
-        """Write one file, making room for it."""
         part, payload = job.part, job.payload
         written, is_lost = None, False
         try:
@@ -328,7 +347,7 @@ class DiskTier:
         except CacheCorruptionError as error:
             _log.warning("a block is lost: %s", error.message)
             is_lost = True
-        except Exception as error:  # noqa: BLE001 - whatever happens, the writer goes on
+        except Exception as error:  # noqa: BLE001 - the writer must continue
             _log.exception("a block could not be written")
             self._report("files", repr(error))
         self._batch_bytes += payload.nbytes
@@ -340,13 +359,13 @@ class DiskTier:
             job.on_end(part, written)
 
     def _make_room(self, job: WriteJob, nbytes: int) -> None:
-        """Evict what stands in a new file's way.
+        """Evict files so that a new one fits the budget.
 
         Raises:
-            CachePersistenceError: there is not enough that may go.
+            CachePersistenceError: too few files may be evicted.
         """
         budget, others = self.limits.budget_bytes, self._files.other_bytes()
-        room = budget - others  # what was said comes first, and is never dropped
+        room = budget - others  # the ledger takes precedence and is never evicted
         if nbytes > room:
             raise CachePersistenceError(
                 f"the ledger and its backup take {_megabytes(others)} of the disk budget of "
@@ -355,7 +374,7 @@ class DiskTier:
             )
         excess = self._files.used_bytes() + nbytes - budget
         if excess > 0:
-            excess -= self._files.empty_quarantine(before=math.inf)  # of no use, so it goes first
+            excess -= self._files.empty_quarantine(before=math.inf)  # useless files go first
         self._remove(job.victims(job.part, nbytes, excess, int(room * _SLACK)))
         if excess > 0 and self._files.used_bytes() + nbytes > budget:
             raise CachePersistenceError("the disk budget is full and nothing may be evicted.")
@@ -373,7 +392,7 @@ class DiskTier:
         return self._is_on_disk is not None and self._is_on_disk(pointer)
 
     def _report(self, source: str, problem: str) -> None:
-        """Take note of what fails, or works again; said at most once a minute."""
+        """Record a failure, or its end; logs each problem at most once a minute."""
         with self._lock:
             self._problems[source] = problem
         now = time.monotonic()

@@ -1,17 +1,20 @@
-"""The device loop: many requests, one device.
+"""The device loop: batches many requests on one device.
 
-1. `device_thread.py`: `submit`, from any thread; the thread that owns the model (`model.py`) takes
-   the job from its queue.
-2. `request.py`: a `Job` becomes a `Generation`, which knows how far it has got.
-3. `scheduler.py`: who is admitted next, and whose tokens go into the next step; fair, with bounded
-   waits. `speculation.py` adds draft tokens where that pays, from what `drafts.py` remembers.
-4. `kv_reuse.py`: its first tokens come from an idle copy, a running sequence or sealed blocks,
-   which `restore.py` loads part by part while others decode.
-5. `memory.py`: makes room for the sequence by closing idle copies; then others are preempted.
-6. `engine.py`: the loop: schedule a step, launch it, collect the one before it, emit its events.
-7. `request.py`: sampled tokens become text that may be shown; stop strings end the reply.
-8. `kv_reuse.py`: full blocks are sealed into the cache as they fill, the tail at the end; the
-   sequence stays open, idle, for the agent's next turn.
+A request passes through these modules:
+
+1. `device_thread.py`: `submit` queues the job from any thread; the thread that owns the model
+   (`model.py`) takes it from the queue.
+2. `request.py`: a `Job` becomes a `Generation`, which tracks its progress.
+3. `scheduler.py`: selects the requests to admit and the tokens of the next step; fair, with bounded
+   waits. `speculation.py` adds draft tokens where they save time; `drafts.py` finds them.
+4. `kv_reuse.py`: reuses the state of the first tokens from an idle copy, a running sequence or
+   sealed blocks, which `restore.py` loads part by part while other sequences decode.
+5. `memory.py`: reserves memory for the sequence, closing idle copies first; if that is not enough,
+   the engine preempts running sequences.
+6. `engine.py`: the loop: schedule a step, launch it, collect the previous one, emit its events.
+7. `request.py`: turns sampled tokens into text; stop strings end the reply.
+8. `kv_reuse.py`: seals blocks into the cache as they fill, and the tail at the end; the sequence
+   stays open as an idle copy for the agent's next turn.
 
 `embedding.py` computes embeddings, a piece of a text after each step.
 """

@@ -1,9 +1,10 @@
-"""The thread that owns the device, and the two queues by which everyone else talks to it.
+"""The thread that owns the device, and the queues that connect it to other threads.
 
-Commands go in through one queue; events come out through the sink the engine was given. Models are
-loaded, run and dropped on this thread, one at a time: `exchange` puts another in the place of the
-one that runs. A watchdog notices when a device call does not come back: it answers everyone who
-waits, and the model counts as hung until it does.
+Other threads send commands through one queue; the engine's events leave through the sink passed to
+the constructor. This thread loads, runs and unloads models, one at a time; `exchange` replaces the
+loaded model. A watchdog thread detects a device call that does not return: it fails all live
+requests and reports the model as hung until the call returns. Every command's future is resolved,
+also after a crash.
 """
 
 import contextlib
@@ -38,22 +39,22 @@ _log = logging.getLogger(__name__)
 _IDLE_POLL_S = 0.05
 
 
-# The last argument wakes the thread when something the engine waits for has come.
+# The engine calls the last argument, from any thread, when a read it waits for completes.
 EngineFactory: TypeAlias = Callable[
     [LoadedModel, EngineLimits, EventSink, Callable[[], None]], BlockPoolBatchEngine
 ]
 
 
 class DeviceThread:
-    """Runs an engine on a thread of its own. All public methods are safe on any thread.
+    """Runs an engine on a dedicated thread. All public methods are thread-safe.
 
     Attributes:
-        limits: Those in force; see `reconfigure`.
-        state: Where the model is.
-        detail: What is being loaded, or why it failed.
-        model: The loaded one; None until it is ready.
+        limits: The limits in force; see `reconfigure`.
+        state: The model's lifecycle state.
+        detail: The current loading step, or the reason for a failure.
+        model: The loaded model; None until it is ready.
         longest_sequence: Tokens of prompt and reply that fit in memory; 0 until a model is ready.
-        is_draining: Whoever sets it has new work refused, while what runs may end.
+        is_draining: Set to True to refuse new requests while running requests finish.
     """
 
     def __init__(
@@ -67,17 +68,18 @@ class DeviceThread:
         telemetry: TelemetryPort | None = None,
         put_away: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare; nothing runs before `start`.
+        """Create the threads without starting them; see `start`.
 
         Args:
-            load: Loads the first model, on the thread; reports its steps for people.
-            make_engine: Called on the thread after each `load`.
+            load: Loads the first model on the device thread and reports human-readable progress.
+            make_engine: Builds the engine; called on the device thread after each `load`.
             limits: The engine's limits; see `reconfigure`.
-            emit: Gets batches of events, from the thread and, if the device hangs, the watchdog.
+            emit: Receives batches of events on the device thread or, if the device hangs, on the
+                watchdog thread.
             hang_timeout_s: A step that takes longer counts as hung.
-            telemetry: Counts that; None is nobody.
-            put_away: Called on the thread when an engine has ended and another model may follow:
-                writes what it sealed and drops it from memory.
+            telemetry: Sink for counts; None disables it.
+            put_away: Flushes sealed blocks to disk and drops them from memory. Called on the device
+                thread during an exchange, after the engine has ended.
         """
         self._load = load
         self._make_engine = make_engine
@@ -88,8 +90,8 @@ class DeviceThread:
         self._put_away = put_away
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._taken: deque[Command] = deque()
-        self._lock = threading.RLock()  # a signal's handler may run inside it
-        self._live: set[str] = set()
+        self._lock = threading.RLock()  # reentrant: a signal handler may run while it is held
+        self._live: dict[str, Job | EmbeddingJob] = {}
         self._num_expected = 0
         self.state = ModelState.LOADING
         self.detail = "starting"
@@ -97,11 +99,12 @@ class DeviceThread:
         self.longest_sequence = 0
         self._busy_since: float | None = None
         self._idle_since = time.monotonic()
-        self._exchange: Exchange | None = None  # the thread's own: what it drains for
+        self._exchange: Exchange | None = None  # device thread only: the swap it drains for
         self._drain_until = 0.0
         self._num_cut = 0
         self._state_before_hang = ModelState.READY
         self.is_draining = False
+        self._has_ended = False
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="semantic-device", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="semantic-watchdog", daemon=True)
@@ -110,26 +113,26 @@ class DeviceThread:
 
     @property
     def num_live(self) -> int:
-        """Requests that have not got their final event."""
+        """Requests whose final event has not been emitted."""
         with self._lock:
             return len(self._live)
 
     @property
     def idle_s(self) -> float:
-        """For how long nobody has asked for anything; 0 while a request waits or runs."""
+        """Seconds without a waiting or running request; 0 while there is one."""
         with self._lock:
             return 0.0 if self._live else time.monotonic() - self._idle_since
 
     def start(self) -> None:
-        """Begin loading; returns at once."""
+        """Start the threads and begin loading; returns immediately."""
         self._thread.start()
         self._watchdog.start()
 
     def ready_model(self) -> LoadedModel:
-        """Return the model.
+        """Return the loaded model.
 
         Raises:
-            ModelSwapError: it is loading, failed to load, or hangs.
+            ModelSwapError: the model is loading, unloaded, hung, or failed to load.
             DrainingError: the server is shutting down.
         """
         with self._lock:
@@ -147,7 +150,10 @@ class DeviceThread:
 
     @contextlib.contextmanager
     def expecting(self) -> Iterator[None]:
-        """Say that a request is being prepared; those who are submitted meanwhile wait for it."""
+        """Announce a request in preparation; an idle engine waits for it to batch it with others.
+
+        The wait is at most `EngineLimits.batch_window_ms`.
+        """
         with self._lock:
             self._num_expected += 1
         try:
@@ -157,14 +163,14 @@ class DeviceThread:
                 self._num_expected -= 1
 
     def submit(self, job: Job | EmbeddingJob, model: LoadedModel | None = None) -> None:
-        """Queue a job; its events, the last of them final, go to the sink.
+        """Queue a job; the sink receives its events, ending with a final one.
 
         Args:
-            job: What to compute.
-            model: The model it was made for; None takes whichever is loaded.
+            job: The generation or embedding to compute.
+            model: The model the job was built for; None accepts any loaded model.
 
         Raises:
-            ModelSwapError: no model is ready, or it is another one by now.
+            ModelSwapError: no model is ready, or the loaded model is not `model`.
             DrainingError: the server is shutting down.
             OverloadedError: the queue is full.
         """
@@ -177,88 +183,113 @@ class DeviceThread:
             if len(self._live) >= limit:
                 reason = f"{len(self._live)} requests are waiting or running; try again."
                 raise OverloadedError(reason, retry_after_s=2)
-            self._live.add(job.id)
-            # Within the lock: who is answered from here on is cancelled after this, not before.
+            self._live[job.id] = job
+            # Queued under the lock, so that a `cancel` for this job cannot overtake its submit.
             self._ask(lambda engine: engine.submit(job))
 
     def cancel(self, job_id: str) -> None:
-        """End a request early; unknown ones are ignored."""
+        """End a request early; an unknown id is ignored."""
         self._ask(lambda engine: engine.cancel(job_id))
 
     def close_idle(self, agent: str) -> Future[None]:
-        """Close an agent's idle working copies; the future tells when they are closed."""
+        """Close an agent's idle copies; the future resolves once they are closed."""
         return self._ask(lambda engine: engine.close_idle(agent))
 
     def reconfigure(self, limits: EngineLimits) -> None:
-        """Use other limits from the next step on."""
+        """Replace the limits, effective from the next step."""
         self.limits = limits
         self._ask(lambda engine: engine.reconfigure(limits))
 
     def resize(self, nbytes: int) -> Future[None]:
-        """Give the KV cache another budget of memory; idle copies and blocks make way.
+        """Change the KV cache's memory budget, closing idle copies and evicting blocks to fit.
 
         The future fails with `PoolExhaustedError` if running requests need more.
         """
         return self._ask(lambda engine: self._resize(engine, nbytes))
 
     def exchange(self, load: Loader | None, *, drain_s: float) -> Future[int]:
-        """Drop the model and load another, or none; submits are refused from now on.
+        """Unload the model and load another, or none; `submit` is refused from this call on.
 
-        Requests that run may end within `drain_s`; those left then are answered with an error,
-        what they have computed is kept. One exchange at a time: the caller sees to that.
+        Running requests have `drain_s` seconds to finish. Requests still running after that fail;
+        their computed KV cache is sealed. The caller must not run two exchanges at a time.
 
         Returns:
-            How many requests were cut, once the other model is ready. Fails with what `load`
-            raised; no model is loaded then.
+            A future with the number of requests cut short, resolved once the new model is ready.
+            It fails with the error that `load` raised; no model is loaded in that case.
 
         Raises:
             DrainingError: the server is shutting down.
+            ModelSwapError: the thread ended because of an error.
         """
         exchange = Exchange(load, drain_s)
         with self._lock:
             if self.state is ModelState.STOPPED:
                 raise DrainingError("the server is shutting down.", retry_after_s=5)
+            if self._has_ended:
+                raise ModelSwapError(f"{self.detail}; restart the server")
             if self.model is not None:
                 self._set_state(ModelState.SWAPPING, f"{len(self._live)} requests are ending")
             self._commands.put(exchange)
         return exchange.done
 
     def request_stop(self) -> None:
-        """Refuse new work and end what runs; returns at once."""
+        """Refuse new requests and end running ones; returns immediately."""
         self._set_state(ModelState.STOPPED, "stopped")
         self._is_stopping.set()
         self._commands.put(Stop())
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to drop the model and end, after `request_stop`.
-
-        Returns:
-            Whether it ended in time; it is a daemon if not.
-        """
+        """Wait for the thread to end after `request_stop`; returns whether it ended in time."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _ask(self, work: Callable[[BlockPoolBatchEngine], None]) -> Future[None]:
         call = Call(work)
-        self._commands.put(call)
+        with self._lock:
+            if not self._has_ended:
+                self._commands.put(call)
+                return call.done
+        call.done.set_exception(self._last_error())
         return call.done
 
     def _wake(self) -> None:
-        """See whether something that the engine waits for has come."""
-        self._ask(lambda _: None)
+        self._ask(lambda _: None)  # an empty command ends the thread's wait on its queue
 
-    # -- the device's thread --------------------------------------------------------------------
+    # -- device thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
         exchange: Exchange | None = Exchange(self._load)
-        while exchange is not None:
-            exchange = self._serve(self._open(exchange))
-        self._fail_live(BackendError("the device's thread has ended."))
-        self._refuse_exchanges()
+        try:
+            while exchange is not None:
+                exchange = self._serve(self._open(exchange))
+        except BaseException as error:  # noqa: BLE001 - `_end` fails every open request
+            _log.exception("the device thread ended")
+            self._set_state(ModelState.FAILED, f"the engine failed: {error!r}")
+        self._end()
+
+    def _end(self) -> None:
+        """Refuse further commands and fail every queued command and live request."""
+        with self._lock:
+            self._has_ended = True
+        error = self._last_error()
+        late = [*self._taken, *([self._exchange] if self._exchange else [])]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                late.append(self._commands.get_nowait())
+        for command in late:
+            if not isinstance(command, Stop) and not command.done.done():
+                command.done.set_exception(error)
+        self._fail_live(error)
+
+    def _last_error(self) -> SemanticError:
+        if self.state is ModelState.STOPPED:
+            return DrainingError("the server is shutting down.", retry_after_s=5)
+        return BackendError(f"{self.detail}; restart the server.")
 
     def _open(self, exchange: Exchange) -> BlockPoolBatchEngine | None:
-        """Load a model; None if there is none to load, or it could not be loaded."""
+        """Load a model; returns None if the exchange names none or loading failed."""
+        self._exchange = exchange
         if exchange.load is None:
             self._set_state(ModelState.UNLOADED, "unloaded")
             exchange.done.set_result(self._num_cut)
@@ -271,7 +302,7 @@ class DeviceThread:
             except BaseException:
                 model.backend.shutdown()
                 raise
-        except Exception as error:  # noqa: BLE001 - whatever it was, health and clients hear of it
+        except Exception as error:  # noqa: BLE001 - /health and clients' errors report it
             if not isinstance(error, SemanticError):
                 _log.exception("the model could not be loaded")
                 error = ModelSwapError(repr(error))
@@ -287,43 +318,38 @@ class DeviceThread:
         return engine
 
     def _serve(self, engine: BlockPoolBatchEngine | None) -> Exchange | None:
-        """Run an engine, if there is one, until its model is exchanged; None at the end."""
+        """Run the engine, if any, until the next exchange; returns None at shutdown."""
+        self._exchange = None
         if engine is None or (model := self.model) is None:
             return self._await_exchange()
-        self._exchange, backend = None, model.backend
-        try:
-            while self._turn(engine) and not self._is_drained(engine):
-                pass
-            self._close(engine)
-            with self._lock:
-                self.model = None
-            del engine, model  # so that the backend can return what only they referred to
-            backend.shutdown()
-        except Exception as error:  # noqa: BLE001 - the thread ends, and everyone is answered
-            _log.exception("the device's thread ended")
-            self._set_state(ModelState.FAILED, f"the engine failed: {error!r}")
-            return None
+        backend = model.backend
+        while self._turn(engine) and not self._is_drained(engine):
+            pass
+        self._close(engine)
+        with self._lock:
+            self.model = None
+        del engine, model  # drops the last references, so that `shutdown` can free their memory
+        backend.shutdown()
         return self._exchange
 
     def _is_drained(self, engine: BlockPoolBatchEngine) -> bool:
-        """Whether a model that is to go has done what it still may."""
         is_late = time.monotonic() >= self._drain_until
         return self._exchange is not None and (is_late or not engine.has_work)
 
     def _close(self, engine: BlockPoolBatchEngine) -> None:
-        """End what still runs, and keep what it has computed if another model follows."""
+        """End running requests; before a swap, also seal and flush what they computed."""
         if self._exchange is None:
             engine.abandon(DrainingError("the server is shutting down.", retry_after_s=5))
             return
         self._num_cut = engine.end_all(
             ModelSwapError("the model is swapped for another; try again.", retry_after_s=5)
         )
-        self._set_state(ModelState.SWAPPING, "writing what agents left behind")
+        self._set_state(ModelState.SWAPPING, "flushing the KV cache to disk")
         self._put_away()
         self._set_state(ModelState.SWAPPING, "unloading")
 
     def _await_exchange(self) -> Exchange | None:
-        """Wait, without a model, for one to load; None at the end of the server."""
+        """Wait without a model for the next exchange; returns None at shutdown."""
         self._num_cut = 0
         while True:
             match self._taken.popleft() if self._taken else self._commands.get():
@@ -332,33 +358,23 @@ class DeviceThread:
                 case Call(_, done):
                     done.set_result(None)
                 case Stop():
-                    return None  # others are about somebody who has been answered
-
-    def _refuse_exchanges(self) -> None:
-        """Answer those whose models will never be loaded."""
-        late = [*self._taken, *([self._exchange] if self._exchange else [])]
-        with contextlib.suppress(queue.Empty):
-            while True:
-                late.append(self._commands.get_nowait())
-        for command in late:
-            if not isinstance(command, Stop) and not command.done.done():
-                command.done.set_exception(DrainingError("the server is shutting down."))
+                    return None
 
     def _turn(self, engine: BlockPoolBatchEngine) -> bool:
-        """Take commands and do one step; False once told to stop."""
+        """Run queued commands and one engine step; returns False after `Stop`."""
         is_busy = True
         try:
             if not self._take_commands(engine):
                 return False
             is_busy = engine.step()
-        except Exception as error:  # noqa: BLE001 - nobody may wait forever because of our defect
+        except Exception as error:  # noqa: BLE001 - a defect must not leave requests waiting
             _log.exception("the engine failed")
             failure = self._failure_of(error)
             with self._lock:
-                affected = set(self._live)  # and not those who are sent while these are answered
+                affected = set(self._live)  # excludes requests submitted from here on
             engine.abandon(failure)
             for name in self._fail_live(failure, affected):
-                self.cancel(name)  # a request that was answered must not run later
+                self.cancel(name)  # its submit may still be queued; a failed request must not run
         finally:
             with self._lock:
                 self._busy_since = None
@@ -367,8 +383,8 @@ class DeviceThread:
             self._await_command(_IDLE_POLL_S)
         return True
 
-    def _failure_of(self, error: Exception) -> SemanticError:
-        """What everyone is answered; a model whose device is lost is loaded again."""
+    def _failure_of(self, error: BaseException) -> SemanticError:
+        """Return the error for all requests; a lost device also schedules a reload of the model."""
         if not isinstance(error, DeviceLostError):
             return BackendError(f"the engine failed: {type(error).__name__}: {error}")
         self._exchange = self._exchange or Exchange(self._load)
@@ -376,7 +392,7 @@ class DeviceThread:
         return ModelSwapError(f"{error.message} Loading it again; try again.", retry_after_s=10)
 
     def _take_commands(self, engine: BlockPoolBatchEngine) -> bool:
-        """Take what has come in, waiting for it if there is nothing to do; False means stop."""
+        """Run queued commands, blocking while the engine is idle; returns False after `Stop`."""
         if not engine.has_work:
             if not self._taken:
                 self._await_command(None)
@@ -384,7 +400,7 @@ class DeviceThread:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._taken.append(self._commands.get_nowait())
-        self._busy_since = time.monotonic()  # from here on the device may be called
+        self._busy_since = time.monotonic()  # the watchdog's timer: device calls start here
         while self._taken:
             if not self._carry_out(engine, self._taken.popleft()):
                 return False
@@ -395,9 +411,13 @@ class DeviceThread:
             case Call(work, done):
                 try:
                     work(engine)
-                    done.set_result(None)
                 except PoolExhaustedError as error:
                     done.set_exception(error)
+                except BaseException as error:
+                    done.set_exception(self._failure_of(error))
+                    raise
+                else:
+                    done.set_result(None)
             case Exchange(_, drain_s):
                 self._exchange = command
                 self._drain_until = time.monotonic() + drain_s
@@ -413,7 +433,7 @@ class DeviceThread:
             self.longest_sequence = engine.longest_sequence
 
     def _await_company(self) -> None:
-        """Let requests that are sent together start together, unless that takes too long."""
+        """Wait up to the batch window, so that requests sent together share their first step."""
         until = time.monotonic() + self.limits.batch_window_ms / 1000
         while self._num_expected and (left := until - time.monotonic()) > 0:
             self._await_command(left)
@@ -425,18 +445,22 @@ class DeviceThread:
     def _hand_out(self, events: EventBatch) -> None:
         ended = {name for name, event in events if isinstance(event, Finished | Failed)}
         with self._lock:
-            # A request that was answered already, because the device hung, gets nothing more.
+            # The watchdog may have failed a request already; drop its later events.
             wanted = [item for item in events if item[0] in self._live]
-            self._live -= ended
+            for name in ended:
+                self._live.pop(name, None)
             self._idle_since = time.monotonic()
         if wanted:
             self._emit(wanted)
 
     def _fail_live(self, error: SemanticError, affected: set[str] | None = None) -> set[str]:
-        """Answer everyone who waits, or those of them who are affected; returns who that was."""
+        """Fail all live requests, or only the affected ones; returns their ids."""
         with self._lock:
-            waiting = self._live if affected is None else self._live & affected
-            self._live = self._live - waiting
+            waiting = set(self._live) if affected is None else set(self._live) & affected
+            jobs = [self._live.pop(name) for name in waiting]
+        for job in jobs:
+            if isinstance(job, EmbeddingJob):
+                job.fail(error)
         if waiting:
             self._emit([(name, Failed(error)) for name in waiting])
         return waiting
@@ -451,7 +475,7 @@ class DeviceThread:
             _log.warning("the device answers again")
             self._set_state(self._state_before_hang, "ready")
 
-    # -- the watchdog's thread ------------------------------------------------------------------
+    # -- watchdog thread ------------------------------------------------------------------------
 
     def _watch(self) -> None:
         interval_s = min(1.0, self._hang_timeout_s / 4)
@@ -464,7 +488,7 @@ class DeviceThread:
         problem = f"the device did not answer for {self._hang_timeout_s:g} s"
         with self._lock:
             if self._busy_since != since:
-                return  # it answered just now
+                return  # the device call returned in the meantime
             if self.state is not ModelState.HUNG:
                 self._counts.hangs += 1
                 self._state_before_hang = self.state

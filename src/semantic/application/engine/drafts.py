@@ -1,11 +1,11 @@
-"""Where guesses come from: what the agents of a tenant said and read, found by the last tokens.
+"""The source of draft tokens: an n-gram index over the past tokens of a tenant's agents.
 
-Each conversation is kept as a row of token ids. A run of a few tokens leads to the places where it
-stood before, the latest first; those that share most with what was written last say what may come
-next. Nothing here knows whether a guess is right: the model checks each.
+Each conversation is an array of token ids. The index maps an n-gram to the places where it occurred
+before, latest first. The places that share the longest suffix with the current sequence supply the
+draft: the tokens that followed there. The model verifies every draft token.
 
-Memories of tenants are apart. All of them together stay within a fixed number of bytes; what was
-not used for longest goes first. On the engine's thread.
+Tenants have separate memories. Together they stay within a fixed number of bytes; the least
+recently used tenant loses its oldest conversations first. Used on the device thread only.
 """
 
 import itertools
@@ -18,26 +18,26 @@ from typing import Final
 from semantic.domain.blocks import BlockName, common_prefix
 
 MEMORY_BYTES: Final = 16 * 2**20
-MAX_MATCH: Final = 32  # a longer match says no more
-_GRAMS = (8, 3)  # tokens by which places are found: a long run first, else a short one
-_LENGTHS = (4, 5, 6, 8, 12, 16, 24, MAX_MATCH)  # of matches that are told apart
-_MAX_PLACES = 8  # that are looked at for one guess
+MAX_MATCH: Final = 32  # longer matches do not predict better
+_GRAMS = (8, 3)  # n-gram sizes of the index: the lookup tries the long one first
+_LENGTHS = (4, 5, 6, 8, 12, 16, 24, MAX_MATCH)  # match lengths that the lookup distinguishes
+_MAX_PLACES = 8  # places compared per lookup
 _MAX_GUESS = 48
 _SLOTS = 1 << 16
-_PLACE_BITS = 24  # of a place's number, the position; the rest is the conversation
+_PLACE_BITS = 24  # low bits of a place: the position; the high bits number the conversation
 _NOWHERE = -1
-_MAX_SHARED = 16  # conversations that a new one is compared with
+_MAX_SHARED = 16  # latest conversations that a new one is compared with
 _ID_BYTES, _LINK_BYTES = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
 class DraftMatch:
-    """What may come next.
+    """Draft tokens and how well they match.
 
     Attributes:
-        tokens: The guess.
-        length: Tokens before it that are the same there and here.
-        is_unanimous: Whether all places with such a match go on with its first token.
+        tokens: The draft tokens.
+        length: Length in tokens of the suffix that matched.
+        is_unanimous: Whether all places with a match of this length continue with the same token.
     """
 
     tokens: list[int]
@@ -47,11 +47,11 @@ class DraftMatch:
 
 @dataclass(slots=True, eq=False)
 class TokenHistory:
-    """Tokens of one sequence, those of its prompt included.
+    """Indexed tokens of one sequence, including its prompt.
 
     Attributes:
-        first: Before this it is like another conversation, by which those places are found.
-        links: By length of run: from each place, from `first` on, to the one before it.
+        first: Length of the prefix shared with another conversation, which indexes those places.
+        links: Per n-gram size, for each place from `first` on, the previous place in its hash slot.
     """
 
     number: int
@@ -64,7 +64,7 @@ class TokenHistory:
 
     @property
     def nbytes(self) -> int:
-        """Memory of its tokens and links."""
+        """Bytes of the tokens and links."""
         return len(self.tokens) * _ID_BYTES + len(_GRAMS) * len(self.links[0]) * _LINK_BYTES
 
 
@@ -72,7 +72,7 @@ class TenantMemory:
     """The conversations of one tenant with one model.
 
     Attributes:
-        nbytes: What it takes, tables included.
+        nbytes: Memory in bytes, including the hash tables.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class TenantMemory:
         self._numbers = itertools.count()
 
     def begin(self, agent: str, prompt: Sequence[int]) -> TokenHistory:
-        """Begin a conversation, with as much of its prompt as others begin with."""
+        """Add a conversation with the prefix of its prompt that a recent conversation shares."""
         best, made = 0, TokenHistory(next(self._numbers), agent)
         whole = array("i", prompt)
         for known in itertools.islice(reversed(self._conversations.values()), _MAX_SHARED):
@@ -93,10 +93,10 @@ class TenantMemory:
         return made
 
     def extend(self, conversation: TokenHistory, tokens: Sequence[int]) -> None:
-        """Add tokens to a conversation's end; mutates it."""
+        """Append tokens to a conversation and index them; mutates it."""
         ids, start = conversation.tokens, len(conversation.tokens)
         ids.extend(tokens)
-        if conversation.number in self._conversations:  # else it was forgotten while it went on
+        if conversation.number in self._conversations:  # else `forget_oldest` dropped it
             self.nbytes += len(tokens) * (_ID_BYTES + len(_GRAMS) * _LINK_BYTES)
         base = conversation.number << _PLACE_BITS
         for size, heads, links in zip(_GRAMS, self._heads, conversation.links, strict=True):
@@ -109,7 +109,7 @@ class TenantMemory:
                 heads[slot] = base + place
 
     def forget_oldest(self, kept: TokenHistory | None = None) -> bool:
-        """Drop the conversation that began first, but not `kept`; False if there is none."""
+        """Drop the oldest conversation other than `kept`; returns False if there is none."""
         for number, known in self._conversations.items():
             if known is not kept:
                 self.nbytes -= self._conversations.pop(number).nbytes
@@ -117,7 +117,12 @@ class TenantMemory:
         return False
 
     def find(self, tokens: Sequence[int], own: TokenHistory) -> DraftMatch | None:
-        """Guess what follows `tokens`, of which `own` holds all it has been given."""
+        """Find draft tokens that may follow `tokens`; None if no n-gram matches.
+
+        Args:
+            tokens: The sequence so far.
+            own: Its conversation, which may lag behind; preferred among equal matches.
+        """
         for order, size in enumerate(_GRAMS):
             if len(tokens) >= size and (match := self._find(tokens, order, own)):
                 return match
@@ -144,7 +149,7 @@ class TenantMemory:
 
 
 def _shared(ids: "array[int]", place: int, recent: "array[int]", size: int) -> int:
-    """How many tokens before a place are the recent ones; 0 if fewer than `size`."""
+    """Length of the recent suffix that also precedes `place`; 0 if shorter than `size`."""
     if ids[place - size : place] != recent[-size:]:
         return 0
     for length in _LENGTHS:
@@ -159,20 +164,20 @@ def _shared(ids: "array[int]", place: int, recent: "array[int]", size: int) -> i
 def _voted(
     places: Sequence[tuple[TokenHistory, int]], length: int, own: TokenHistory
 ) -> DraftMatch:
-    """Go on as most places do; of those, as the sequence itself, its agent, or the latest did."""
+    """Take the most common next token; prefer `own`, then its agent, then the latest place."""
     votes = Counter(known.tokens[place] for known, place in places)
     token, _ = votes.most_common(1)[0]
     agreeing = [(known, place) for known, place in places if known.tokens[place] == token]
     known, place = min(agreeing, key=lambda at: (at[0] is not own, at[0].agent != own.agent))
     guess = known.tokens[place : place + _MAX_GUESS].tolist()
     if known is own and len(guess) < _MAX_GUESS:
-        # It repeats itself, and will do so at the end of what it has said so far.
+        # The sequence repeats itself and the copy reaches its end: continue the cycle.
         guess = list(itertools.islice(itertools.cycle(guess), _MAX_GUESS))
     return DraftMatch(guess, length, len(votes) == 1)
 
 
 class DraftMemory:
-    """All tenants' memories, by the root of their block names."""
+    """The memories of all tenants, by the root of their block names."""
 
     def __init__(self, max_bytes: int = MEMORY_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -180,18 +185,21 @@ class DraftMemory:
 
     @property
     def nbytes(self) -> int:
-        """What all of them take."""
+        """Bytes of all tenants' memories."""
         return sum(memory.nbytes for memory in self._tenants.values())
 
     def of(self, root: BlockName) -> TenantMemory:
-        """A tenant's memory, which counts as used now."""
+        """Return a tenant's memory, creating it if needed, and mark it as most recently used."""
         if root not in self._tenants:
             self._tenants[root] = TenantMemory()
         self._tenants.move_to_end(root)
         return self._tenants[root]
 
     def shrink(self, used: TenantMemory, kept: TokenHistory) -> None:
-        """Forget what was not used for longest until the rest fits, but not `kept`."""
+        """Drop the oldest conversations of the least recently used tenant until the rest fits.
+
+        Never drops `kept`, a conversation of `used`.
+        """
         while self.nbytes > self._max_bytes:
             root, oldest = next(iter(self._tenants.items()))
             if oldest is not used and not oldest.forget_oldest():

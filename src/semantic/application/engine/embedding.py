@@ -1,34 +1,36 @@
-"""Texts become vectors beside the replies that run: a piece of one text after each step.
+"""Computes embeddings alongside running replies: a piece of one text after each step.
 
-A vector is the sum of the model's last hidden states over the text's tokens; whoever asked scales
-it. Texts share nothing with the cache: each is computed whole, in a sequence of its own.
+A vector is the sum of the model's last hidden states over the text's tokens; the caller scales it.
+Embeddings do not use cached blocks: each text is computed whole, in its own sequence within the
+memory budget. An error fails only the text in which it occurs.
 """
 
 import contextlib
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import Final
 from uuid import uuid4
 
-from semantic.application.engine.request import EventBatch
-from semantic.domain.errors import SemanticError
+from semantic.application.engine.memory import WorkingMemory
+from semantic.application.engine.request import NO_SEQUENCE, EventBatch, as_backend_error
+from semantic.domain.errors import PoolExhaustedError, SemanticError
 from semantic.domain.events import Finished, Usage
 from semantic.domain.sampling import FinishReason
 from semantic.ports.backend import ModelBackendPort, SequenceId
 
-_SEQUENCE: Final = SequenceId(-1)  # the engine counts from 0
 _TOKENS_ALONE = 128
-_TOKENS_BESIDE_OTHERS = 32  # of a text in one go, so that streams do not stutter
+_TOKENS_BESIDE_OTHERS = 32  # small pieces, so that streamed replies do not stutter
 
 
 @dataclass(slots=True, eq=False)
 class EmbeddingJob:
-    """A text to be embedded.
+    """A text to embed.
 
     Attributes:
-        result: Gets the sum; cancelled, the text is not computed further.
+        result: Resolves to the sum; cancelling it stops the computation.
         num_done: Tokens computed so far.
+        seq: The text's sequence while it is open.
     """
 
     tokens: tuple[int, ...]
@@ -36,62 +38,115 @@ class EmbeddingJob:
     result: "Future[tuple[float, ...]]" = field(default_factory=Future)
     num_done: int = 0
     sums: tuple[float, ...] = ()
+    seq: SequenceId = NO_SEQUENCE
+
+    def finish(self) -> None:
+        """Resolve the result, unless it is already resolved or cancelled. Thread-safe."""
+        with contextlib.suppress(InvalidStateError):
+            self.result.set_result(self.sums)
+
+    def fail(self, error: SemanticError) -> None:
+        """Resolve the result with an error, unless it is resolved or cancelled. Thread-safe."""
+        with contextlib.suppress(InvalidStateError):
+            self.result.set_exception(error)
 
 
 class EmbeddingQueue:
-    """Texts in the order they came. Used on the device's thread."""
+    """Texts in order of arrival, each in its own sequence. Used on the device thread only.
 
-    def __init__(self) -> None:
+    Attributes:
+        is_waiting: Whether the first text waits for memory; the engine admits no further requests
+            until it has some.
+    """
+
+    def __init__(
+        self, backend: ModelBackendPort, memory: WorkingMemory, new_ids: Iterator[int]
+    ) -> None:
+        """Create an empty queue.
+
+        Args:
+            backend: Computes the hidden states.
+            memory: Reserves memory for sequences; the queue closes idle copies if it is short.
+            new_ids: Yields unused sequence ids.
+        """
+        self._backend, self._memory, self._new_ids = backend, memory, new_ids
         self._jobs: deque[EmbeddingJob] = deque()
+        self.is_waiting = False
 
     def __bool__(self) -> bool:
-        """Whether a step would do anything."""
         return bool(self._jobs)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `step` can compute now."""
+        return bool(self._jobs) and not self.is_waiting
+
+    @property
+    def sequences(self) -> set[SequenceId]:
+        """The open sequence, if any; its memory becomes free when the text ends."""
+        return {job.seq for job in self._jobs if job.seq != NO_SEQUENCE}
 
     def add(self, job: EmbeddingJob) -> None:
         """Queue a text."""
         self._jobs.append(job)
 
-    def step(self, backend: ModelBackendPort, *, is_alone: bool) -> EventBatch:
-        """Compute a piece of the first text there is; returns the event of its end, if it ended."""
+    def step(self, *, is_alone: bool, may_wait: bool) -> EventBatch:
+        """Compute a piece of the first text; returns its final event if the text ended.
+
+        Args:
+            is_alone: Whether no replies run, so that the piece may be large.
+            may_wait: Whether other work may free memory; if not, a text without memory fails.
+        """
         job = self._jobs[0]
         try:
-            if not job.result.done():
-                self._compute(job, backend, _TOKENS_ALONE if is_alone else _TOKENS_BESIDE_OTHERS)
-        except SemanticError as error:
-            _settle(job, error)
+            if not job.result.done() and self._has_room(job, may_wait=may_wait):
+                self._compute(job, _TOKENS_ALONE if is_alone else _TOKENS_BESIDE_OTHERS)
+        except Exception as error:  # noqa: BLE001 - any backend error fails only this text
+            job.fail(as_backend_error(error))
         if job.num_done == len(job.tokens):
-            _settle(job, None)
+            job.finish()
         if not job.result.done():
             return []
-        return self._end(self._jobs.popleft(), backend)
+        return self._end(self._jobs.popleft())
 
-    def fail(self, error: SemanticError, backend: ModelBackendPort) -> EventBatch:
-        """Answer everyone who waits; returns the events of their ends."""
+    def fail(self, error: SemanticError) -> EventBatch:
+        """Fail all texts; returns their final events."""
         ended, self._jobs = self._jobs, deque()
         for job in ended:
-            _settle(job, error)
-        return [event for job in ended for event in self._end(job, backend)]
+            job.fail(error)
+        return [event for job in ended for event in self._end(job)]
 
-    def _end(self, job: EmbeddingJob, backend: ModelBackendPort) -> EventBatch:
-        backend.close(_SEQUENCE)
+    def _has_room(self, job: EmbeddingJob, *, may_wait: bool) -> bool:
+        """Open a text's sequence if needed; returns False if it must wait for memory.
+
+        Raises:
+            PoolExhaustedError: memory is short, and no other work will free any.
+        """
+        if job.seq != NO_SEQUENCE:
+            return True
+        seq = SequenceId(next(self._new_ids))
+        while not self._memory.resize(seq, len(job.tokens)):
+            if self._memory.close_oldest_idle():
+                continue
+            if not may_wait:
+                what = f"a text of {len(job.tokens)} tokens does not fit this server's memory"
+                raise PoolExhaustedError(f"{what}; send a shorter one or raise memory_budget_mb.")
+            self.is_waiting = True
+            return False
+        self.is_waiting, job.seq = False, seq
+        self._backend.open(seq, job.tokens)
+        return True
+
+    def _end(self, job: EmbeddingJob) -> EventBatch:
+        self.is_waiting = False
+        if job.seq != NO_SEQUENCE:
+            self._memory.close(job.seq)
         return [(job.id, Finished(FinishReason.END_TURN, Usage(len(job.tokens))))]
 
-    def _compute(self, job: EmbeddingJob, backend: ModelBackendPort, num_tokens: int) -> None:
+    def _compute(self, job: EmbeddingJob, num_tokens: int) -> None:
         start = job.num_done
-        if start == 0:
-            backend.open(_SEQUENCE, job.tokens)
         piece = job.tokens[start : start + num_tokens]
-        sums = backend.embed(_SEQUENCE, start, piece)
+        sums = self._backend.embed(job.seq, start, piece)
         before = job.sums or (0.0,) * len(sums)
         job.sums = tuple(a + b for a, b in zip(before, sums, strict=True))
         job.num_done += len(piece)
-
-
-def _settle(job: EmbeddingJob, error: SemanticError | None) -> None:
-    """Answer, unless that was done already or nobody waits any more."""
-    with contextlib.suppress(InvalidStateError):
-        if error is None:
-            job.result.set_result(job.sums)
-        else:
-            job.result.set_exception(error)

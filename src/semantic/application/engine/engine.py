@@ -1,9 +1,9 @@
-"""The device loop: many requests, one device, each gets the tokens it would have got alone.
+"""The device loop: batches many requests on one device.
 
-One turn of the loop, said aloud: take who may run, schedule a step, launch it, collect the one
-before it (or this one, without pipelining), and hand out what came of it.
-
-Runs on the device's thread and on no other; `device_thread.py` owns the thread and the queues.
+Batching does not change results: each request gets the tokens it would get alone. One iteration
+admits requests, schedules and launches a step, collects the previous step (or this one, without
+pipelining), and emits the events. Runs on the device thread only; `device_thread.py` owns the
+thread and the queues.
 """
 
 import itertools
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 class BlockPoolBatchEngine:
-    """Continuous batching over a backend, with state kept in a block pool."""
+    """Continuous batching over a backend, with the KV cache in a block pool."""
 
     def __init__(
         self,
@@ -68,16 +68,16 @@ class BlockPoolBatchEngine:
         clock: Clock = monotonic,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start empty.
+        """Create an engine without requests.
 
         Args:
             backend: One loaded model; the engine is its only user.
-            tokenizer: The model's.
-            store: Sealed blocks, and the memory budget.
-            limits: May be replaced by `reconfigure`.
-            emit: Gets the events of a step.
-            clock: In seconds.
-            on_ready: Called, on any thread, when an idle engine has something to do again.
+            tokenizer: The model's tokenizer.
+            store: Holds sealed blocks and the memory budget.
+            limits: Initial limits; `reconfigure` replaces them.
+            emit: Receives the events of each step.
+            clock: Returns seconds.
+            on_ready: Called on any thread when a pending read completes and a step can proceed.
         """
         self._backend, self._tokenizer, self._store = backend, tokenizer, store
         self._emit, self._clock = emit, clock
@@ -89,24 +89,24 @@ class BlockPoolBatchEngine:
         self._sharing = PrefixSharing(backend, store, self._memory.idle, budget, on_ready)
         self.guess_with(AdaptiveDraftPlanner(backend.traits, tokenizer.eos_ids))
         self._generations: dict[str, Generation] = {}
-        self._embeddings = EmbeddingQueue()
         self._flights: deque[Flight] = deque()
         self._last_collect = 0.0
         self._last_flight: Flight | None = None
         self._events: EventBatch = []
         self._orders, self._sequence_ids = itertools.count(), itertools.count()
+        self._embeddings = EmbeddingQueue(backend, self._memory, self._sequence_ids)
         self._watch = EngineWatch(store.telemetry)
         self._short_of_memory: Generation | None = None
 
-    # -- what the thread asks for ---------------------------------------------------------------
+    # -- called by the device thread ------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether requests, launched steps or undelivered events remain."""
         return bool(self._generations or self._flights or self._events or self._embeddings)
 
     def submit(self, job: Job | EmbeddingJob) -> None:
-        """Queue a job; one that could not run even alone is answered with an error."""
+        """Queue a job; a prompt too long to run even alone fails immediately."""
         if isinstance(job, EmbeddingJob):
             self._embeddings.add(job)
             return
@@ -124,29 +124,29 @@ class BlockPoolBatchEngine:
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of prompt and reply that fit this server's memory if nothing else runs."""
+        """Tokens of prompt and reply that fit the memory budget if nothing else runs."""
         return self._memory.longest_that_fits()
 
     def cancel(self, job_id: str) -> None:
-        """End a request; its sequence is closed as soon as no row of it is on the device."""
+        """End a request; its sequence closes once the device has no row of it in progress."""
         generation = self._generations.get(job_id)
         if generation is not None and not generation.is_done:
             self._finish(generation, FinishReason.CANCELLED)
 
     def close_idle(self, agent: str) -> None:
-        """Close the working copies that stayed open for an agent."""
+        """Close an agent's idle copies."""
         self._memory.close_idle_of(agent)
 
     def reconfigure(self, limits: EngineLimits) -> None:
-        """Use other limits from the next step on."""
+        """Replace the limits, effective from the next step."""
         self._scheduler.limits = limits
 
     def guess_with(self, planner: DraftPlanner) -> None:
-        """Let another decide which rows carry guesses."""
+        """Replace the planner that decides which rows carry draft tokens."""
         self._planner = self._scheduler.planner = planner
 
     def step(self) -> bool:
-        """One turn of the loop; returns whether the device was given or gave anything."""
+        """Run one iteration; returns whether there was work to launch, collect, embed or load."""
         now = self._clock()
         self._expire(now)
         if self._flights and self._scheduler.wants_tokens():
@@ -154,17 +154,19 @@ class BlockPoolBatchEngine:
         rows = self._schedule(now)
         if rows:
             self._launch(rows)
-        is_busy = bool(rows or self._flights or self._embeddings) or self._is_restoring()
+        is_busy = bool(rows or self._flights or self._embeddings.is_ready) or self._is_restoring()
         num_requests, flights = len(self._generations), self._flights
         is_awaited = not rows or not flights or flights[-1].is_awaited(num_requests)
         self._collect_all(but=0 if is_awaited else self._backend.traits.pipeline_depth)
         if self._embeddings:
-            self._events += self._embeddings.step(self._backend, is_alone=not self._generations)
+            may_wait = bool(self._scheduler.running or self._flights) or self._store.is_busy
+            is_alone = not self._generations
+            self._events += self._embeddings.step(is_alone=is_alone, may_wait=may_wait)
         self._hand_out()
         return is_busy
 
     def end_all(self, error: SemanticError) -> int:
-        """Fail every request, keeping what was computed, and close all; returns how many."""
+        """Fail every request, seal its computed state and close all sequences; returns how many."""
         self._collect_all()
         for generation in (running := list(self._generations.values())):
             self._fail(generation, error)
@@ -172,7 +174,7 @@ class BlockPoolBatchEngine:
         return len(running)
 
     def abandon(self, error: SemanticError) -> None:
-        """Fail every request and forget all sequences: at the end, or after a defect of ours."""
+        """Fail every request and close all sequences unsealed: at shutdown or an internal error."""
         self._flights.clear()
         self._memory.close_all()
         for generation in list(self._generations.values()):
@@ -183,25 +185,21 @@ class BlockPoolBatchEngine:
                 generation.final = Failed(error)
             self._events.append((generation.job.id, generation.final or Failed(error)))
         self._generations.clear()
-        self._events += self._embeddings.fail(error, self._backend)
+        self._events += self._embeddings.fail(error)
         self._hand_out()
 
     def resize(self, nbytes: int) -> None:
-        """Use another budget of memory; see `WorkingMemory.resize_budget`."""
+        """Change the memory budget; see `WorkingMemory.resize_budget`."""
         self._memory.resize_budget(nbytes)
 
     def check_integrity(self) -> None:
-        """Check the engine's parts against each other, between steps.
-
-        Raises:
-            AssertionError: they do not agree.
-        """
+        """Raise `AssertionError` if the engine's parts disagree; call it between steps."""
         self._store.check_integrity()
         self._scheduler.check_integrity()
         running = {g.seq for g in self._scheduler.running}
         lingering = {g.seq for g in self._generations.values() if g.is_done and g.num_rows}
         idle = {copy.seq for copy in self._memory.idle}
-        if self._memory.sequences != running | lingering | idle:
+        if self._memory.sequences != running | lingering | idle | self._embeddings.sequences:
             raise AssertionError("memory is reserved for other sequences than those that run")
 
     # -- schedule -------------------------------------------------------------------------------
@@ -211,7 +209,7 @@ class BlockPoolBatchEngine:
             return []
         self._short_of_memory = None
         self._restore()
-        for candidate in self._scheduler.candidates(now):
+        for candidate in () if self._embeddings.is_waiting else self._scheduler.candidates(now):
             if self._sharing.should_wait(candidate, self._scheduler.running):
                 continue
             if not self._admit(candidate):
@@ -222,28 +220,31 @@ class BlockPoolBatchEngine:
             generation = portion.generation
             try:
                 rows.append((generation, generation.next_chunk(portion.num_tokens, portion.draft)))
-            except Exception as error:  # noqa: BLE001 - a broken constraint ends one request
+            except Exception as error:  # noqa: BLE001 - a broken constraint fails one request
                 self._fail(generation, as_backend_error(error))
         return rows
 
     def _make_room(self) -> bool:
-        """Let running sequences grow by what a step may add, preempting others if need be.
+        """Reserve memory for what the next step may add, preempting sequences if necessary.
 
-        False if rows must be collected, or blocks read or written, before anyone gives way.
+        Returns False if launched rows or other pending work must finish before a preemption.
         """
         for generation in list(self._scheduler.running):
             while not self._memory.grow(generation):
                 if self._memory.close_oldest_idle():
                     continue
                 victim = self._scheduler.victim()
-                # The only one ends when nothing more will make room for it.
-                if self._flights or (victim is None and self._store.is_busy):
+                # The only running sequence fails once no pending work will free memory for it.
+                if self._flights or (victim is None and self._is_room_coming()):
                     return False
                 self._preempt(victim or generation)
         return True
 
+    def _is_room_coming(self) -> bool:
+        return self._store.is_busy or bool(self._embeddings.sequences)
+
     def _preempt(self, generation: Generation) -> None:
-        """Seal, close and requeue a sequence; the only one ends instead."""
+        """Seal, close and requeue a sequence; if it is the only running one, fail it instead."""
         if len(self._scheduler.running) == 1:
             text = f"memory for the KV cache is full after {len(generation.tokens)} tokens."
             self._fail(generation, PoolExhaustedError(text))
@@ -256,7 +257,7 @@ class BlockPoolBatchEngine:
     # -- open and close -------------------------------------------------------------------------
 
     def _admit(self, generation: Generation) -> bool:
-        """Open a waiting request in the backend; False if memory is short."""
+        """Open a waiting request in the backend; returns False if memory is short."""
         while True:
             source = self._sharing.choose(generation, self._scheduler.running)
             taken = source.seq if source and source.is_taken_over else None
@@ -282,7 +283,7 @@ class BlockPoolBatchEngine:
     # -- restore --------------------------------------------------------------------------------
 
     def _restore(self) -> None:
-        """Load more of what running requests are waiting for, one after the other."""
+        """Advance the restores of running requests in order, within one shared byte budget."""
         restoring = [g for g in self._scheduler.running if g.restore is not None]
         max_bytes = self._restore_bytes() * len(restoring)
         for generation in restoring:
@@ -291,11 +292,11 @@ class BlockPoolBatchEngine:
             self._relieve()
 
     def _relieve(self) -> None:
-        """See to sequences that find no room for their next part, and for which none will come."""
+        """Resolve restores that lack memory for their next part when no pending work frees any."""
         while starved := [g for g in self._scheduler.running if g.is_starved]:
-            if self._store.is_busy:
+            if self._is_room_coming():
                 return
-            # While one is tried alone after a failure, nobody else goes on and makes room.
+            # While a request is retried alone, no other sequence runs, so none frees memory.
             retried = next((g for g in starved if g.retry_until is not None), None)
             if retried is None and len(starved) < len(self._scheduler.running):
                 return
@@ -307,7 +308,7 @@ class BlockPoolBatchEngine:
                 self._advance(generation, self._restore_bytes())
 
     def _advance(self, generation: Generation, max_bytes: int) -> int:
-        """Load more of a sequence; working copies give way if its next part finds no room."""
+        """Load more of a sequence, closing idle copies to make room; returns the bytes loaded."""
         if (restore := generation.restore) is None:
             return 0
         before = restore.num_bytes
@@ -317,19 +318,18 @@ class BlockPoolBatchEngine:
         return restore.num_bytes - before
 
     def _attempt(self, generation: Generation, work: Callable[[Generation], None]) -> None:
-        """Do something for a request that ends it if it fails."""
+        """Run `work` for a request; an exception fails the request."""
         try:
             work(generation)
-        except Exception as error:  # noqa: BLE001 - whatever the backend raises ends one request
+        except Exception as error:  # noqa: BLE001 - any backend error fails only this request
             self._fail(generation, as_backend_error(error))
 
     def _restore_bytes(self) -> int:
-        """How much may be loaded in a step: little while others decode."""
+        """Bytes to load in one step: limited while other sequences decode, else unlimited."""
         others = [g for g in self._scheduler.running if g.restore is None and not g.is_prefilling]
         return self._sharing.pace.bytes_per_step if others else sys.maxsize
 
     def _is_restoring(self) -> bool:
-        """Whether the next step can go on with a restore at once."""
         return any(g.restore is not None and g.restore.is_ready for g in self._scheduler.running)
 
     # -- launch and collect ---------------------------------------------------------------------
@@ -338,7 +338,7 @@ class BlockPoolBatchEngine:
         started = self._clock()
         try:
             ticket = self._backend.launch(Step(tuple([chunk for _, chunk in rows])))
-        except Exception as error:  # noqa: BLE001 - isolated below, never lost
+        except Exception as error:  # noqa: BLE001 - `_isolate` retries each row alone
             self._isolate(rows, error)
             return
         num_prompt = num_drafted = 0
@@ -361,7 +361,7 @@ class BlockPoolBatchEngine:
         flight = self._flights.popleft()
         try:
             output = self._backend.collect(flight.ticket)
-        except Exception as error:  # noqa: BLE001 - isolated below, never lost
+        except Exception as error:  # noqa: BLE001 - `_isolate` retries each row alone
             self._isolate(flight.rows, error)
             return
         now = self._clock()
@@ -374,14 +374,14 @@ class BlockPoolBatchEngine:
         for (generation, chunk), row in zip(flight.rows, output.rows, strict=True):
             try:
                 self._apply(generation, chunk, row)
-            except Exception as error:  # noqa: BLE001 - one request's defect ends that request
+            except Exception as error:  # noqa: BLE001 - a defect in one row fails one request
                 if not isinstance(error, InvalidRequestError):
                     _log.exception("a row could not be handled")
                 if not generation.is_done:
                     self._fail(generation, as_backend_error(error))
 
     def _isolate(self, rows: Sequence[tuple[Generation, Chunk]], error: Exception) -> None:
-        """After a failed step: reopen its sequences and try each alone, once."""
+        """After a failed step: close its sequences and retry each alone, once."""
         _log.error("a step of %d rows failed", len(rows), exc_info=error)
         failed = {generation.seq: (generation, chunk) for generation, chunk in rows}
         for flight in self._flights:
@@ -393,7 +393,7 @@ class BlockPoolBatchEngine:
     def _isolate_one(self, generation: Generation, chunk: Chunk, error: Exception) -> None:
         was_retried = generation.retry_until is not None
         generation.num_rows = 0
-        generation.is_sealing = False  # what a failed step left behind is not to be trusted
+        generation.is_sealing = False  # the state after a failed step may be corrupt
         if generation.is_done:
             self._retire(generation, is_sound=False)
         elif was_retried:
@@ -403,13 +403,13 @@ class BlockPoolBatchEngine:
             generation.retry_until = chunk.start + chunk.num_tokens
             self._scheduler.requeue(generation)
 
-    # -- what came of it ------------------------------------------------------------------------
+    # -- apply results --------------------------------------------------------------------------
 
     def _apply(self, generation: Generation, chunk: Chunk, row: Row) -> None:
         generation.num_rows -= 1
         generation.num_draws -= chunk.draw is not None
         if generation.is_done:
-            # A row that was under way when the reply ended computed the state of its last token.
+            # A row launched before the reply ended has computed the state of its last token.
             end = chunk.start + chunk.num_tokens
             if not isinstance(row, RowFailed) and end <= len(generation.tokens):
                 generation.num_computed = end
@@ -429,7 +429,7 @@ class BlockPoolBatchEngine:
             self._accept_all(generation, row)
 
     def _accept_all(self, generation: Generation, row: Sampled) -> None:
-        """Take the guesses that proved right, whose state is there, and the token after them."""
+        """Take the accepted draft tokens, whose state is computed, and the token after them."""
         before = len(generation.tokens)
         for guess, drawn in enumerate(row.accepted):
             self._accept(generation, drawn, guess)
@@ -444,7 +444,7 @@ class BlockPoolBatchEngine:
         self._watch.note_row(generation.job.trace, self._last_collect, num_tokens)
 
     def _accept(self, generation: Generation, row: Sampled, guess: int | None = None) -> None:
-        """Take a sampled token: show its text, and see whether it ends the reply."""
+        """Append a sampled token, emit its text, and finish the reply if the token ends it."""
         self._say(generation, generation.take(row, guess, self._tokenizer.eos_ids))
         if (reason := generation.ending(self._backend.spec.max_context)) is not None:
             self._finish(generation, reason)
@@ -463,7 +463,7 @@ class BlockPoolBatchEngine:
         self._end(generation, Failed(error))
 
     def _end(self, generation: Generation, event: Finished | Failed) -> None:
-        """Note the final event; it is given when nothing of the request is on the device."""
+        """Set the final event; it is emitted once the device has no row of the request."""
         generation.is_done = True
         generation.final = event
         self._scheduler.remove(generation)
@@ -471,7 +471,7 @@ class BlockPoolBatchEngine:
             self._retire(generation)
 
     def _retire(self, generation: Generation, *, is_sound: bool = True) -> None:
-        """Put a request away that ended, keeping its state if it is sound; give its final event."""
+        """Seal an ended request, keep it as an idle copy or close it, and emit its final event."""
         del self._generations[generation.job.id]
         self._planner.forget(generation)
         self._watch.note_end(generation)
@@ -494,7 +494,7 @@ class BlockPoolBatchEngine:
             self._fail(generation, error)
 
     def _hand_out(self) -> None:
-        self._backend.flush()  # what is kept of a step may be waited for from here on
+        self._backend.flush()  # starts deferred snapshot copies: other threads may wait for them
         if self._events:
             events, self._events = self._events, []
             self._emit(events)

@@ -1,8 +1,8 @@
-"""Who can use whose KV cache, and how it gets there and back.
+"""Reuses the KV cache between requests, and seals it into blocks.
 
-A request starts from the best of three sources: a working copy that is still open, a sequence
-that is running, or sealed blocks. Its own full blocks are sealed as they fill, and its tail when
-it is put away. Used on the device's thread only.
+A request starts from the best of three sources: an idle copy that is still open, a running
+sequence, or sealed blocks. The engine seals the request's own blocks as they fill, and its tail
+when the request ends or is preempted. Used on the device thread only.
 """
 
 import logging
@@ -18,7 +18,7 @@ from semantic.application.engine.restore import LoadPace, Restore
 from semantic.application.engine.scheduler import ChunkBudget
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockName
-from semantic.domain.errors import CacheCorruptionError
+from semantic.domain.errors import CacheCorruptionError, DeviceLostError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload, ModelBackendPort, SequenceId
 
@@ -32,7 +32,8 @@ class OpenSource:
     """An open sequence whose first tokens a request can start from.
 
     Attributes:
-        is_taken_over: It is idle, and goes on as the request's, cut back; if not, it is copied.
+        is_taken_over: True if the request truncates and continues this idle sequence; False if it
+            forks it.
     """
 
     seq: SequenceId
@@ -44,9 +45,9 @@ class PrefixSharing:
     """Moves state between the backend's sequences and the store.
 
     Attributes:
-        pace: How much is loaded in a step while others decode.
-        can_cut_anywhere: Whether state can be resumed at any token; window and state layers only
-            where it was kept.
+        pace: How much state to load in a step while other sequences decode.
+        can_cut_anywhere: Whether a sequence can resume at any token. Models with window or
+            recurrent layers can resume only where their state was sealed.
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class PrefixSharing:
         budget: ChunkBudget,
         on_ready: Callable[[], None],
     ) -> None:
-        """Start with nothing open.
+        """Create an instance without open sequences.
 
         Args:
             backend: Holds the sequences.
-            store: Holds the blocks.
+            store: Holds the sealed blocks.
             idle: Sequences that stay open after their turn.
-            budget: Knows what computing a token costs.
-            on_ready: Called, on any thread, when something a request waits for has been read.
+            budget: Supplies the measured prefill cost per token.
+            on_ready: Called on any thread when a read that a request waits for completes.
         """
         self._backend = backend
         self._store = store
@@ -77,34 +78,37 @@ class PrefixSharing:
     # -- start ----------------------------------------------------------------------------------
 
     def prefetch(self, generation: Generation) -> None:
-        """Begin to read what a queued request will need from disk."""
+        """Begin to read from disk the parts that a queued request will need."""
         parts = self._plan(generation).parts
         generation.prefetched_parts.update(wanted.key for wanted in self._store.prefetch(parts))
 
     def should_wait(self, generation: Generation, running: Sequence[Generation]) -> bool:
-        """Whether an older sequence is computing a prefix this one can use (single flight)."""
+        """Whether an older sequence is computing a prefix that this request can reuse.
+
+        Waiting for it avoids computing the shared prefix twice.
+        """
         known = None
         for other in running:
             if other.order > generation.order or not other.is_prefilling:
                 continue
             if other.is_background and not generation.is_background:
-                continue  # it may be overtaken for long
+                continue  # a background request may be delayed for long
             shared = self._num_usable(other, generation)
             if shared <= other.num_computed:
                 continue
             if known is None:
                 known = self._plan(generation).end
-            # What the other has so far can be used at once only where it can be cut.
+            # The other's computed tokens are usable now only if the model can resume anywhere.
             at_once = max(known, other.num_computed if self.can_cut_anywhere else 0)
             if shared - at_once >= self._backend.spec.block_tokens:
                 return True
         return False
 
     def choose(self, generation: Generation, running: Sequence[Generation]) -> OpenSource | None:
-        """Find the sequence that spares a request most work; None if sealed blocks spare more."""
+        """Return the open sequence to start from; None if sealed blocks cover more tokens."""
         best: OpenSource | None = None
         plan = self._plan(generation)
-        self._store.use(plan.parts)  # room for the sequence is made at others' expense
+        self._store.use(plan.parts)  # so that making room for the sequence evicts other blocks
         num_tokens = plan.end
         idle = self._idle.best_for(generation)
         if idle is not None and idle[1] >= num_tokens:
@@ -121,12 +125,14 @@ class PrefixSharing:
         return best
 
     def open(self, generation: Generation, source: OpenSource | None) -> None:
-        """Open a sequence from another, or from blocks, which `advance` loads. Mutates it.
+        """Open a request's sequence from another one, or start a restore that `advance` continues.
+
+        Mutates the request.
 
         Raises:
-            InvalidRequestError: the backend refuses its tokens.
+            InvalidRequestError: the backend refuses the tokens.
         """
-        plan = self._plan(generation)  # blocks may have been evicted to make room
+        plan = self._plan(generation)  # plan again: making room may have evicted blocks
         if source is not None and source.is_taken_over:
             self._idle.remove(source.seq)
             reached = self._backend.truncate(source.seq, source.num_tokens)
@@ -140,29 +146,29 @@ class PrefixSharing:
         self._begin_restore(generation, plan)
 
     def advance(self, generation: Generation, max_bytes: int) -> None:
-        """Load more of a sequence that is being restored; mutates it."""
+        """Load more of a sequence that is being restored; mutates the request.
+
+        If blocks cannot be loaded, the sequence starts again: without the corrupt blocks or, if the
+        device failed, without any blocks.
+        """
         restore = generation.restore
         if restore is None:
             return
         try:
             is_complete = restore.advance(self._backend, max_bytes)
-        except CacheCorruptionError as error:
-            _log.warning("sealed blocks could not be loaded: %s", error.message)
-            generation.end_restore()
-            self._store.discard(restore.suspect_parts)
-            generation.num_failed_restores += 1
-            # What is left of it may still be worth loading; but not endlessly.
-            is_hopeless = generation.num_failed_restores > _MAX_FAILED_RESTORES
-            root = generation.job.root
-            again = RestorePlan.nothing(root) if is_hopeless else self._plan(generation)
-            self._backend.close(generation.seq)
-            self._begin_restore(generation, again)
+        except DeviceLostError:
+            raise
+        except Exception as error:  # noqa: BLE001 - caching never fails a request
+            self._restart(generation, restore, error)
             return
         if is_complete:
             self._resume_restored(generation, restore, restore.plan)
 
     def settle_for_loaded(self, generation: Generation) -> None:
-        """Go on with what is loaded of a sequence that is being restored; the rest is computed."""
+        """End a restore early and compute the rest of the tokens.
+
+        Keeps the loaded part if the model can resume anywhere; otherwise computes all tokens.
+        """
         restore = generation.restore
         if restore is None:
             return
@@ -176,7 +182,7 @@ class PrefixSharing:
     # -- end ------------------------------------------------------------------------------------
 
     def seal(self, generation: Generation, *, is_last: bool = False) -> None:
-        """Keep the blocks that are full; `is_last` if nothing more will be computed."""
+        """Seal the blocks that are full; set `is_last` if no more tokens will be computed."""
         while generation.is_sealing:
             start, end = generation.block_at(generation.num_sealed)
             if end > generation.num_computed:
@@ -191,7 +197,10 @@ class PrefixSharing:
             self._seal_boundary(generation)
 
     def seal_tail(self, generation: Generation) -> None:
-        """Keep what follows the last full block, for the sequence is put away."""
+        """Seal the full blocks and the partial block after them, at a request's end or preemption.
+
+        Sets `pointer` to the last sealed block.
+        """
         trace = generation.job.trace
         trace.sealing = time.monotonic()
         self.seal(generation, is_last=True)
@@ -213,14 +222,14 @@ class PrefixSharing:
     # -- inside ---------------------------------------------------------------------------------
 
     def _plan(self, generation: Generation) -> RestorePlan:
-        """What is worth restoring of a request; planned again once the index or its tokens changed.
+        """Return the prefix worth restoring; planned again when the index or the tokens change.
 
-        What is worth it is weighed each time, but for what is being read for it: disks become
-        slow, and fast again.
+        Each call decides again which parts are faster to read than to compute, since disk speed
+        varies; parts already prefetched for this request stay in the plan.
         """
         root, basis = generation.job.root, (self._store.version, len(generation.tokens))
         if generation.plan is None or generation.plan_basis != basis:
-            # The last token is computed in any case.
+            # The last token is always computed, to sample the next one.
             generation.plan = self._store.plan(root, generation.tokens[:-1])
             generation.plan_basis = basis
         cost, begun = self._budget.seconds_per_token, generation.prefetched_parts
@@ -241,6 +250,22 @@ class PrefixSharing:
             self.pace,
         )
 
+    def _restart(self, generation: Generation, restore: Restore, error: Exception) -> None:
+        """Reopen a sequence whose blocks could not be loaded."""
+        generation.end_restore()
+        again = RestorePlan.nothing(generation.job.root)
+        if isinstance(error, CacheCorruptionError):
+            _log.warning("sealed blocks could not be loaded: %s", error.message)
+            self._store.discard(restore.suspect_parts)
+            generation.num_failed_restores += 1
+            # The remaining blocks may still be worth loading; bound the number of retries.
+            if generation.num_failed_restores <= _MAX_FAILED_RESTORES:
+                again = self._plan(generation)
+        else:
+            _log.error("the device failed to load blocks; computing them instead", exc_info=error)
+        self._backend.close(generation.seq)
+        self._begin_restore(generation, again)
+
     def _resume_restored(self, generation: Generation, restore: Restore, plan: RestorePlan) -> None:
         generation.end_restore()
         generation.resume(plan.end, plan.chain, plan.num_whole)
@@ -255,9 +280,9 @@ class PrefixSharing:
     def _seal_block(
         self, generation: Generation, start: int, end: int, *, is_end: bool
     ) -> BlockName | None:
-        """Keep ``[start, end)``; None if it cannot be kept.
+        """Seal ``[start, end)``; returns None if that is not possible.
 
-        State is large and kept at boundaries alone; the other kinds with every block.
+        Recurrent state is large, so it is sealed only at boundaries; other kinds with every block.
         """
         job = generation.job
         if job.max_kept is not None and end > job.max_kept:
@@ -274,7 +299,7 @@ class PrefixSharing:
         return self._keep(generation, start, end, payloads)
 
     def _seal_boundary(self, generation: Generation) -> None:
-        """Keep window and state where the reply begins, inside a block that will go on."""
+        """Seal window and state parts where the reply begins, inside a block that is not full."""
         start, end = generation.num_sealed, generation.num_prompt
         if not generation.is_sealing or start >= end:
             return
@@ -284,7 +309,7 @@ class PrefixSharing:
             self._keep(generation, start, end, payloads)
 
     def _seal_end(self, generation: Generation) -> None:
-        """Keep the state after a reply that filled its last block, sealed before that was known."""
+        """Add the recurrent state to a last block that was sealed before the reply ended there."""
         kinds = [k for k in self._backend.spec.kinds if k is LayerKind.STATE]
         start, end = generation.last_sealed, generation.num_computed
         self._store.add(generation.chain, self._snapshots(generation, start, end, kinds))
@@ -301,21 +326,21 @@ class PrefixSharing:
     def _snapshots(
         self, generation: Generation, start: int, end: int, kinds: Sequence[LayerKind]
     ) -> list[KVPayload]:
-        """Copy what the device still holds of ``[start, end)``."""
+        """Copy the kinds of state that the device still holds for ``[start, end)``."""
         found: list[KVPayload] = []
         for kind in kinds:
             try:
                 ticket = self._backend.snapshot(generation.seq, start, end, kind)
                 found.append(self._backend.payload(ticket))
             except ValueError:
-                continue  # the device is past the point where this could be kept
+                continue  # the device no longer holds this kind of state for the range
             except Exception:  # noqa: BLE001 - caching never fails a request
                 _log.exception("a block could not be kept")
                 return []
         return found
 
     def _num_usable(self, other: Generation, generation: Generation) -> int:
-        """Tokens another sequence will leave behind that this one can start from."""
+        """Tokens that another sequence will have computed and this request can resume from."""
         shared = generation.num_shared(other.job.root, other.tokens)
         if LayerKind.STATE not in self._backend.spec.kinds:
             return shared

@@ -1,7 +1,7 @@
-"""Room for the backend's sequences within the memory budget: those that run, and idle ones.
+"""Memory reservations of the backend's running sequences and idle copies, within the budget.
 
-An idle copy is a sequence whose turn has ended: while it stays open, the next turn needs no
-restore. A request that needs room closes the oldest of them first. On the engine's thread.
+An idle copy is a sequence whose turn has ended: while it stays open, the agent's next turn needs no
+restore. When memory is short, the oldest idle copies close first. Used on the device thread only.
 """
 
 import sys
@@ -21,11 +21,11 @@ _IDLE_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class IdleCopy:
-    """An open sequence that nobody runs.
+    """An open sequence that no request uses.
 
     Attributes:
-        agent: Whose it was.
-        tokens: The ids whose state it holds.
+        agent: The agent whose turn computed it.
+        tokens: The token ids whose state it holds.
     """
 
     seq: SequenceId
@@ -35,31 +35,32 @@ class IdleCopy:
 
 
 class IdleCopies:
-    """The idle copies, the least recently used first."""
+    """The idle copies, least recently used first."""
 
     def __init__(self) -> None:
         self._copies: OrderedDict[SequenceId, IdleCopy] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self._copies)
 
     def __iter__(self) -> Iterator[IdleCopy]:
-        """All of them, the oldest first."""
         return iter(self._copies.values())
 
     def add(self, generation: Generation) -> None:
-        """Keep a sequence that ended; what the device holds of it is what was computed."""
+        """Add the sequence of an ended request, with the tokens whose state was computed."""
         tokens = generation.tokens[: generation.num_computed]
         job = generation.job
         self._copies[generation.seq] = IdleCopy(generation.seq, job.agent, job.root, tokens)
 
     def remove(self, seq: SequenceId) -> None:
-        """Forget a copy: it was closed, or runs again."""
+        """Remove a copy that was closed or taken over by a request."""
         self._copies.pop(seq, None)
 
     def best_for(self, generation: Generation) -> tuple[IdleCopy, int] | None:
-        """The copy that shares most with a request, and how many tokens; its own agent's first."""
+        """Return the copy that shares the most tokens with a request, and how many.
+
+        Among equals it prefers the request's own agent, then the latest copy.
+        """
         best: tuple[tuple[int, bool], IdleCopy] | None = None
         for copy in self._copies.values():
             rank = (
@@ -72,7 +73,9 @@ class IdleCopies:
 
 
 class WorkingMemory:
-    """Room in the pool for open sequences, counted together since padding may be shared.
+    """Reserves memory in the pool for open sequences.
+
+    It reserves one total for all sequences, since they may share padding.
 
     Attributes:
         idle: Sequences that stay open after their turn.
@@ -88,16 +91,16 @@ class WorkingMemory:
 
     @property
     def sequences(self) -> set[SequenceId]:
-        """Sequences that room is reserved for."""
+        """Sequences with a reservation."""
         return set(self._lengths)
 
     def admit(self, seq: SequenceId, num_tokens: int) -> bool:
-        """Reserve room for so many tokens and one block; False if there is none."""
+        """Reserve memory for `num_tokens` and one block; returns False if memory is short."""
         length = num_tokens + self._block_tokens
         return self.resize(seq, min(length, self.longest_that_fits()))
 
     def grow(self, generation: Generation) -> bool:
-        """See that the next tokens of one that is open have room; False if they do not."""
+        """Reserve memory for an open sequence's next tokens; returns False if memory is short."""
         length = generation.num_launched + max(generation.num_behind, 1)
         generation.num_reserved = self._lengths.get(generation.seq, sys.maxsize)
         if length <= generation.num_reserved:
@@ -108,13 +111,16 @@ class WorkingMemory:
         return self.resize(generation.seq, min(length + self._block_tokens, longest))
 
     def tighten(self, generation: Generation) -> bool:
-        """Give back what a sequence does not need before it decodes; False if that is nothing."""
+        """Release memory that a sequence needs only for decoding; returns whether there was any."""
         before = self._reserved
         self.resize(generation.seq, len(generation.tokens))
         return self._reserved < before
 
     def resize(self, seq: SequenceId, length: int) -> bool:
-        """Reserve room for a sequence of `length` tokens; 0 gives all of it back."""
+        """Set a sequence's reservation to `length` tokens; 0 releases it.
+
+        Returns False, and changes nothing, if memory is short.
+        """
         lengths = {**self._lengths, seq: length}
         if not length:
             del lengths[seq]
@@ -130,13 +136,13 @@ class WorkingMemory:
         return True
 
     def close(self, seq: SequenceId) -> None:
-        """Close a sequence and give its room back."""
+        """Close a sequence and release its reservation."""
         self._backend.close(seq)
         self.resize(seq, 0)
         self.idle.remove(seq)
 
     def close_all(self) -> None:
-        """Close every sequence and give everything back."""
+        """Close every sequence and release all reservations."""
         for seq in self._lengths:
             self._backend.close(seq)
             self.idle.remove(seq)
@@ -146,7 +152,10 @@ class WorkingMemory:
     # -- idle copies ----------------------------------------------------------------------------
 
     def go_idle(self, generation: Generation, max_idle: int) -> None:
-        """Leave a sequence open for its agent's next turn, within a share of the memory."""
+        """Keep a sequence open for its agent's next turn.
+
+        Closes the oldest idle copies beyond `max_idle` or beyond a share of the memory budget.
+        """
         self.resize(generation.seq, generation.num_computed)
         self.idle.add(generation)
         budget = self._store.usage().total * _IDLE_SHARE
@@ -157,7 +166,7 @@ class WorkingMemory:
             self.close_oldest_idle()
 
     def close_oldest_idle(self, spared: SequenceId | None = None) -> bool:
-        """Close the copy that was idle longest; False if there is none."""
+        """Close the oldest idle copy other than `spared`; returns False if there is none."""
         for copy in self.idle:
             if copy.seq != spared:
                 self.close(copy.seq)
@@ -172,7 +181,7 @@ class WorkingMemory:
     # -- the whole budget -----------------------------------------------------------------------
 
     def resize_budget(self, nbytes: int) -> None:
-        """Use another budget; idle copies and blocks make way.
+        """Change the memory budget, closing idle copies and evicting blocks to fit.
 
         Raises:
             PoolExhaustedError: running sequences need more.
@@ -186,7 +195,7 @@ class WorkingMemory:
                     raise
 
     def longest_that_fits(self) -> int:
-        """Tokens of the longest sequence that fits if it is alone."""
+        """Return the tokens of the longest sequence that fits the budget alone."""
         lengths = range(1, self._backend.spec.max_context + 1)
         total = self._store.usage().total
         return bisect_right(lengths, total, key=lambda length: self._backend.bytes_for([length]))

@@ -1,4 +1,4 @@
-"""One request inside the engine: what was asked, how far it got, and what its reader is told."""
+"""One request inside the engine: its job, its progress, and the events it emits."""
 
 import codecs
 import time
@@ -39,24 +39,24 @@ NO_SEQUENCE: Final = SequenceId(-1)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the engine is asked to do.
+    """A reply to generate.
 
     Attributes:
-        id: Names the request in events and in `cancel`.
-        agent: Whose turn it is; shares of the device are counted per agent.
-        root: Root of the tenant's block names; only sequences of one root share state.
+        id: Identifies the request in events and in `cancel`.
+        agent: The agent that takes the turn; the scheduler shares the device between agents.
+        root: Root of the tenant's block names; only sequences with the same root share state.
         tokens: The prompt.
-        boundaries: Prompt positions worth resuming at; blocks end there.
-        sampling: With the seed set.
+        boundaries: Prompt positions where blocks end, so that later requests can resume there.
+        sampling: Sampling parameters, with the seed set.
         stop: Strings and tokens that end the reply.
-        max_tokens: The most tokens to generate; prompt and reply fit the context.
-        deadline: On the engine's clock; None waits forever.
+        max_tokens: The most tokens to generate; prompt and reply together fit the context.
+        deadline: Time on the engine's clock after which the request fails; None for no deadline.
         constraint: Restricts the tokens of the reply; the engine advances it.
         visible: Special tokens that count as text; see `ReplyFormat.visible_ids`.
-        max_kept: The most tokens of its conversation that are sealed; None has no limit.
-        prediction: What its client expects the reply to be.
-        past: Other conversations of its tenant, from before the start, to guess from.
-        trace: When it got where, for those who watch.
+        max_kept: The most tokens of the conversation to seal; None for no limit.
+        prediction: Token ids that the client expects as the reply; a source of draft tokens.
+        past: The tenant's conversations from before the model was loaded; a source of draft tokens.
+        trace: Timestamps and progress of the request, for telemetry.
     """
 
     id: str
@@ -80,11 +80,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Guesses of a reply's next tokens.
+    """Draft tokens: a prediction of a reply's next tokens, which the model verifies.
 
     Attributes:
-        masks: What its constraint allows after each; none without one.
-        states: The constraint after each.
+        masks: The tokens that the constraint allows after each draft token; empty without one.
+        states: The constraint's state after each draft token; empty without a constraint.
     """
 
     tokens: tuple[int, ...] = ()
@@ -92,7 +92,7 @@ class Draft:
     states: tuple[TokenConstraint, ...] = ()
 
     def cut(self, size: int) -> "Draft":
-        """Its first guesses."""
+        """Return the first `size` draft tokens."""
         return Draft(self.tokens[:size], self.masks[:size], self.states[:size])
 
 
@@ -101,12 +101,12 @@ NO_DRAFT: Final = Draft()
 
 @dataclass(frozen=True, slots=True)
 class ReplyState:
-    """What a reply left behind; comes right before `Finished`, for the log of turns.
+    """A reply's tokens and sealed state; emitted right before `Finished`, for the ledger.
 
     Attributes:
-        tokens: The reply's ids.
-        block: Where its state ends; None if nothing was kept.
-        num_sealed: Tokens of prompt and reply whose state was kept.
+        tokens: The reply's token ids.
+        block: The last sealed block; None if nothing was sealed.
+        num_sealed: Tokens of prompt and reply whose state was sealed.
         reuse: Where the prompt's state came from.
     """
 
@@ -122,12 +122,12 @@ EventSink: TypeAlias = Callable[[EventBatch], None]
 
 
 class TextAssembler:
-    """From sampled tokens to text that may be shown. Not thread-safe; one per request.
+    """Turns sampled tokens into text that is safe to emit. Not thread-safe; one per request.
 
-    Works on bytes, so that a character split over tokens is held until it is whole and spaces are
-    never lost; the pieces joined are exactly the decoding of all tokens. Stop strings are cut out.
+    Works on bytes: it holds back a character that is split over tokens until it is complete, and
+    loses no spaces. The joined pieces equal the decoding of all tokens, without the stop string.
 
-    Special tokens are no text, except the `visible` ones: those the reply's parser looks for.
+    Special tokens produce no text, except the `visible` ones, which the reply's parser needs.
     """
 
     def __init__(
@@ -144,17 +144,17 @@ class TextAssembler:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that was hit, if any; nothing more may be fed then."""
+        """The stop string that matched, if any; do not call `feed` after a match."""
         return self._matcher.stop
 
     def feed(self, token: int, logprob: TokenLogprob | None = None) -> TextDelta | None:
-        """Take a token; returns the text that became certain, if any."""
+        """Add a token; returns the text that is now safe to emit, if any."""
         if logprob is not None:
             self._logprobs.append(self._scored(logprob))
         return self._delta(self._matcher.feed(self._decoder.decode(self._token_bytes(token))))
 
     def finish(self) -> TextDelta | None:
-        """Return what was held back, once no token follows."""
+        """Return the text held back so far; call it after the last token."""
         if self.stop is not None:
             return None
         text = self._matcher.feed(self._decoder.decode(b"", final=True))
@@ -175,10 +175,10 @@ class TextAssembler:
 
 
 class EngineWatch:
-    """Tells what steps and tokens took. On the engine's thread.
+    """Reports durations of steps and tokens to telemetry. Used on the device thread only.
 
     Attributes:
-        counts: What the engine did since the start.
+        counts: The engine's counters since the start.
     """
 
     def __init__(self, telemetry: TelemetryPort) -> None:
@@ -186,13 +186,13 @@ class EngineWatch:
         self._observe = telemetry.observe
 
     def note_step(self, seconds: float, num_rows: int, num_prompt_tokens: int) -> None:
-        """Note that a step was collected."""
+        """Record a collected step."""
         self.counts.prompt_tokens += num_prompt_tokens
         self._observe(Measure.STEP, seconds)
         self._observe(Measure.BATCH, num_rows)
 
     def note_row(self, trace: RequestTrace, now: float, num_tokens: int) -> None:
-        """Note the tokens that a reply's row brought, which came together."""
+        """Record the tokens of one row; they arrive together, so they share the elapsed time."""
         self.counts.generated_tokens += num_tokens
         trace.num_generated += num_tokens
         before, trace.last_token = trace.last_token, now
@@ -203,47 +203,46 @@ class EngineWatch:
             self._observe(Measure.TOKEN, (now - before) / num_tokens)
 
     def note_end(self, generation: "Generation") -> None:
-        """Note what became of the guesses of a reply."""
+        """Record how many draft tokens of a reply were sent and accepted."""
         self.counts.drafted_tokens += generation.num_drafted
         self.counts.accepted_tokens += generation.num_accepted
 
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """A job on its way. Owned by the engine's thread.
+    """A job in progress. Owned by the device thread.
 
-    The one invariant: computed tokens catch up with tokens. A prompt is many tokens behind, a
-    decoding sequence is one behind; nothing else tells them apart.
+    Prefill and decode differ only in how many tokens are still to be computed: a prompt is many
+    tokens behind, a decoding sequence is one token behind. No other field tells them apart.
 
     Attributes:
         seq: The backend's id while the sequence is open there; a new one each time.
         tokens: Prompt and reply, as far as the host knows them.
-        num_launched: Positions whose state the device has been asked to compute.
+        num_launched: Positions whose state is computed or launched for computing.
         num_computed: Positions whose state is known to be computed.
         num_rows: Rows of this sequence in steps that are launched and not collected.
-        num_draws: Of those, rows that will bring a token.
+        num_draws: How many of those rows sample a token.
         block_tokens: Tokens of a full block.
         num_prompt: Tokens of the prompt.
-        num_sealed: Positions whose full blocks are in the store.
-        last_sealed: Where the last block that it sealed itself begins.
-        chain: Name of the last of them.
+        num_sealed: Positions whose blocks are sealed.
+        last_sealed: Start of the last block that this request sealed itself.
+        chain: Name of the last sealed block.
         sealed_blocks: Names of the blocks this request has sealed.
-        pointer: Name of the block its state ends in, once it was put away.
-        plan: What can be restored of it; as of the store's version and its length in
-            `plan_basis`.
-        restore: Loads its beginning; until it is done nothing of it can run.
-        num_failed_restores: How often what was found could not be loaded.
-        prefetched_parts: Parts that were read for it while it waited.
-        is_reuse_reported: Whether its reader knows how much was reused.
-        is_sealing: False once a block could not be kept; what follows it is of no use then.
-        final: Its last event, once it ended.
+        pointer: Name of the block where the state ends; set when the tail is sealed.
+        plan: Restorable prefix; valid for the store version and sequence length in `plan_basis`.
+        restore: Loads the prefix; the sequence cannot run until it is done.
+        num_failed_restores: Number of restores that failed on corrupt or unreadable blocks.
+        prefetched_parts: Parts prefetched for this request while it waited.
+        is_reuse_reported: Whether the first `PrefillProgress`, with the reuse, was emitted.
+        is_sealing: False once a block could not be sealed; later blocks are useless without it.
+        final: The final event, once the request ended.
         retry_until: After a failed step: run alone until this position is computed.
-        constraint: The job's, as far as the reply has come.
-        draft_room: The most guesses that its next row may carry.
-        num_reserved: Tokens that memory is reserved for.
-        num_drafted: Guesses that were sent to be checked.
-        num_accepted: Of these, the tokens of the reply.
-        waiting_since: When it was last served, or arrived.
+        constraint: The job's constraint, advanced to the end of the reply so far.
+        draft_room: The most draft tokens that the next row may carry.
+        num_reserved: Tokens for which memory is reserved.
+        num_drafted: Draft tokens sent to the device for verification.
+        num_accepted: How many of those the model accepted.
+        waiting_since: Time of the last service, or of arrival.
     """
 
     job: Job
@@ -292,7 +291,10 @@ class Generation:
         self.usage = Usage(prompt_tokens=len(self.tokens))
 
     def num_shared(self, root: BlockName, tokens: Sequence[int]) -> int:
-        """Tokens of another's state that this one can start from; tenants share nothing."""
+        """Tokens of another sequence's state that this one can reuse; 0 across tenants.
+
+        The last token is never shared: it must be computed to sample the next one.
+        """
         if root != self.job.root:
             return 0
         return min(common_prefix(tokens, self.tokens), len(self.tokens) - 1)
@@ -304,32 +306,32 @@ class Generation:
 
     @property
     def num_behind(self) -> int:
-        """Tokens known or promised whose state is not launched yet."""
+        """Tokens, including those being sampled, whose state is not launched yet."""
         return len(self.tokens) + self.num_draws - self.num_launched
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether prompt tokens remain to be computed."""
+        """Whether some prompt tokens are not computed yet."""
         return self.num_computed < self.num_prompt
 
     @property
     def is_background(self) -> bool:
-        """Whether interactive requests go first."""
+        """Whether interactive requests take precedence over this one."""
         return self.job.service_class is ServiceClass.BACKGROUND
 
     @property
     def is_last_draw_launched(self) -> bool:
-        """Whether the reply's last permitted token is already on its way."""
+        """Whether the row that samples the reply's last permitted token is already launched."""
         return self.num_generated + self.num_draws >= self.job.max_tokens
 
     def is_late(self, now: float) -> bool:
-        """Whether its deadline passed before it ended."""
+        """Whether the deadline has passed and the request has not ended."""
         deadline = self.job.deadline
         return deadline is not None and now >= deadline and not self.is_done
 
     @property
     def final_usage(self) -> Usage:
-        """What the reply took, once it ended."""
+        """Token counts of the ended reply."""
         return replace(
             self.usage,
             completion_tokens=self.num_generated,
@@ -338,28 +340,28 @@ class Generation:
         )
 
     def report_progress(self) -> PrefillProgress:
-        """Say how much of the prompt is computed; whoever watches the request sees it too."""
+        """Return how much of the prompt is computed, and record it in the request's trace."""
         done = min(self.num_computed, self.num_prompt)
         self.job.trace.progress = PrefillProgress(done, self.num_prompt, self.reuse.reused)
         return self.job.trace.progress
 
     @property
     def reply_state(self) -> ReplyState:
-        """What the reply leaves behind, once it was put away."""
+        """The reply's tokens and sealed state; valid after its tail was sealed."""
         num_sealed = self.num_sealed if self.pointer else 0
         return ReplyState(
             tuple(self.tokens[self.num_prompt :]), self.pointer, num_sealed, self.reuse
         )
 
     def block_at(self, position: int) -> tuple[int, int]:
-        """Where the block that holds `position`, which is not sealed yet, begins and ends."""
+        """Start and end of the block that holds `position`, which must not be sealed yet."""
         start = end = self.num_sealed
         while end <= position:
             start, end = end, block_end(end, self.block_tokens, self.job.boundaries)
         return start, end
 
     def next_chunk(self, num_tokens: int, draft: Draft) -> Chunk:
-        """Describe the next `num_tokens` tokens and guesses; does not count them as launched."""
+        """Build the chunk of the next `num_tokens` tokens and the draft; does not count it."""
         start = self.num_launched
         end = start + num_tokens
         draw = None
@@ -373,19 +375,19 @@ class Generation:
         return Chunk(self.seq, start, known, draw, draft.tokens, draft.masks)
 
     def count_launched(self, chunk: Chunk) -> None:
-        """Note that a chunk is under way; its guesses count when they prove right."""
+        """Count a launched chunk; its draft tokens add positions only once they are accepted."""
         self.num_launched += chunk.num_tokens
         self.num_rows += 1
         self.num_draws += chunk.draw is not None
         self.num_drafted += len(chunk.draft)
 
     def take(self, drawn: Sampled, guess: int | None, eos_ids: frozenset[int]) -> TextDelta | None:
-        """Add a token to the reply; returns the text that became certain, if any.
+        """Add a token to the reply; returns the text that is now safe to emit, if any.
 
         Args:
-            drawn: The token.
-            guess: Which of the draft's it was, if it was one.
-            eos_ids: The model's tokens that end replies.
+            drawn: The sampled token.
+            guess: Its index in the draft; None if it is not a draft token.
+            eos_ids: The model's end-of-sequence tokens.
         """
         self.tokens.append(drawn.token)
         self.num_accepted += guess is not None
@@ -397,7 +399,7 @@ class Generation:
         return None if self._is_ended else self.assembler.feed(drawn.token, drawn.logprob)
 
     def ending(self, max_context: int) -> FinishReason | None:
-        """Why the reply ends with its last token; None if it goes on."""
+        """Return why the reply ends at its last token; None if it continues."""
         if self._is_ended:
             return FinishReason.END_TURN
         if self.assembler.stop is not None:
@@ -407,7 +409,7 @@ class Generation:
         return FinishReason.MAX_TOKENS if self.num_generated >= self.job.max_tokens else None
 
     def rewind(self) -> None:
-        """Forget the backend's state: it was closed or lost."""
+        """Reset the progress after the backend's sequence was closed or lost."""
         self.end_restore()
         self.seq = NO_SEQUENCE
         self.num_launched = self.num_computed = self.num_rows = self.num_draws = 0
@@ -417,23 +419,26 @@ class Generation:
 
     @property
     def is_starved(self) -> bool:
-        """Whether it is being restored and waits for nothing but memory."""
+        """Whether a restore is in progress and only lacks memory for its next part."""
         return self.restore is not None and self.restore.is_starved
 
     def end_restore(self) -> None:
-        """Let go of what was about to be loaded."""
+        """Cancel the restore, if any, and release its parts."""
         if self.restore is not None:
             self.restore.close()
             self.restore = None
 
     def resume(self, num_tokens: int, chain: BlockName, num_sealed: int) -> None:
-        """Start from state that was found instead of computed."""
+        """Start after `num_tokens` tokens whose state was reused instead of computed."""
         self.num_launched = self.num_computed = num_tokens
         self.num_sealed, self.chain = num_sealed, chain
         self.last_sealed = num_tokens
 
     def count_reuse(self, reuse: Reuse) -> None:
-        """Note what the first opening found; what is resumed later was paid for already."""
+        """Record the reuse of the first admission; later calls do nothing.
+
+        A request that is opened again after a preemption resumes state that was counted before.
+        """
         if self._is_reuse_counted:
             return
         self._is_reuse_counted = True
@@ -448,7 +453,7 @@ class Flight:
     """A step that is launched and not collected.
 
     Attributes:
-        num_drafted: Guesses of all rows.
+        num_drafted: Draft tokens of all rows.
     """
 
     rows: tuple[tuple[Generation, Chunk], ...]
@@ -458,18 +463,19 @@ class Flight:
     num_drafted: int
 
     def is_awaited(self, num_requests: int) -> bool:
-        """Whether the next step should wait for its tokens.
+        """Whether to collect this step before launching the next one.
 
-        What follows guesses is known when they are checked. And where all there are wait for their
-        first token, nobody waits for the next step.
+        True with draft tokens, since the next position depends on how many are accepted. Also true
+        if every request gets its first token here: no request gains from launching ahead.
         """
         are_first = all(chunk.draw is not None and not g.num_generated for g, chunk in self.rows)
         return bool(self.num_drafted) or (are_first and len(self.rows) == num_requests)
 
     def follows(self, other: Optional["Flight"]) -> bool:
-        """Whether the time since another step is this one's: the same rows decoded in both.
+        """Whether the time since `other` measures this step: the same rows decoded in both.
 
-        The first without guesses after one with them is launched later than others are.
+        A step without draft tokens right after one with them is excluded: it was launched later
+        than usual, so the time would include the delay.
         """
         if other is None or self.num_prompt_tokens or other.num_prompt_tokens:
             return False
@@ -480,10 +486,10 @@ class Flight:
 
 
 def as_backend_error(error: Exception) -> SemanticError:
-    """What a request that failed this way is answered with.
+    """Convert an exception into the error that the request fails with.
 
     Raises:
-        DeviceLostError: that ends not one request but all, and is the thread's business.
+        DeviceLostError: raised again, since it ends all requests; the device thread handles it.
     """
     if isinstance(error, DeviceLostError):
         raise error

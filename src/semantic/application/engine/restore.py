@@ -1,8 +1,8 @@
-"""A sequence on its way back: parts are loaded as they come from memory or disk.
+"""Restores a sequence: loads its parts into the backend as they arrive from memory or disk.
 
-Bounded in bytes a call, so that a long restore does not stall those who decode meanwhile; and in
-what is held at a time, so that it needs no more memory than the next few parts take. With room for
-one it goes on one by one.
+Each call loads a bounded number of bytes, so that a long restore does not stall decoding sequences.
+A restore acquires only the next few parts at a time to bound its memory; with room for a single
+part it proceeds one part at a time.
 """
 
 import time
@@ -19,28 +19,28 @@ from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload, ModelBackendPort, SequenceId
 
-_AHEAD_BYTES = 2**29  # twice what is loaded in a step while others decode, at most
-_STEP_BYTES = 2**25, 2**28  # loaded in a step while others decode: at least, at most
-_STEP_SECONDS = 0.003  # that the engine spends on it
+_AHEAD_BYTES = 2**29  # read-ahead: twice the most that one step loads while others decode
+_STEP_BYTES = 2**25, 2**28  # minimum and maximum to load in a step while others decode
+_STEP_SECONDS = 0.003  # target time of the device thread for loading in a step
 _SMOOTHING = 0.3
-_AHEAD_PARTS = 2  # at least, if there is room: one is read while another is loaded
+_AHEAD_PARTS = 2  # minimum read-ahead, if memory allows: read one part while loading another
 
 
 class LoadPace:
-    """How much state can be loaded in a step without holding up those who decode."""
+    """How much state a step can load without delaying decoding sequences."""
 
     def __init__(self) -> None:
         self._seconds_per_byte = 0.0
 
     def observe(self, num_bytes: int, seconds: float) -> None:
-        """Learn from one call of the backend."""
+        """Learn from the duration of one `load` call."""
         if num_bytes:
             known = self._seconds_per_byte or seconds / num_bytes
             self._seconds_per_byte = known + _SMOOTHING * (seconds / num_bytes - known)
 
     @property
     def bytes_per_step(self) -> int:
-        """Little where loading takes the engine's time, much where the device does it."""
+        """Bytes to load in a step: more where `load` returns early and the device copies."""
         least, most = _STEP_BYTES
         if not self._seconds_per_byte:
             return least
@@ -48,16 +48,19 @@ class LoadPace:
 
 
 class PartSource(Protocol):
-    """Where a restore gets its parts from; see `PartLoader`."""
+    """Supplies the parts of a restore; see `PartLoader`."""
 
     def hold(self, wanted: WantedPart) -> HeldPart | None:
-        """Get a part, now or later; None if there is no room."""
+        """Acquire a part, which stays in memory until `let_go`; None if memory is short.
+
+        The part's future resolves once it is read.
+        """
 
     def let_go(self, held: HeldPart) -> None:
-        """Undo `hold`."""
+        """Release a part acquired with `hold`."""
 
     def lease(self, parts: Sequence[WantedPart]) -> None:
-        """See that parts are not deleted."""
+        """Protect the files of parts from deletion until `end_lease`."""
 
     def end_lease(self, parts: Sequence[WantedPart]) -> None:
         """Undo `lease`."""
@@ -65,7 +68,7 @@ class PartSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _PendingPart:
-    """A part that was asked for and is not loaded yet."""
+    """An acquired part that is not loaded yet."""
 
     held: HeldPart
     was_in_memory: bool
@@ -80,12 +83,12 @@ class _PendingPart:
 
 
 class Restore:
-    """Loads the parts of a plan into one sequence, in order. On the engine's thread.
+    """Loads the parts of a plan into one sequence, in order. Used on the device thread only.
 
     Attributes:
-        plan: What is loaded.
-        suspect_parts: After a failure, the parts that may be to blame.
-        num_bytes: How much was loaded.
+        plan: The parts to load.
+        suspect_parts: After a failure, the parts that may be corrupt.
+        num_bytes: Bytes loaded so far.
     """
 
     def __init__(
@@ -97,14 +100,15 @@ class Restore:
         on_ready: Callable[[], None] = lambda: None,
         pace: LoadPace | None = None,
     ) -> None:
-        """Begin to ask for parts; `close` must follow in the end, whatever happens.
+        """Lease all parts and acquire the first ones; the caller must call `close` in any case.
 
         Args:
             seq: An open sequence with no state.
-            plan: What is to be loaded.
-            source: Where its parts are.
-            prefetched: Parts that are in memory because they were read for this sequence.
-            on_ready: Called, on any thread, when something that was waited for has been read.
+            plan: The parts to load.
+            source: Supplies the parts.
+            prefetched: Parts in memory only because they were prefetched for this sequence; they
+                count as read from disk.
+            on_ready: Called on any thread when a pending read completes.
             pace: Learns how long loading takes.
         """
         self.plan = plan
@@ -126,33 +130,33 @@ class Restore:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `advance` would load anything that was asked for."""
+        """Whether `advance` can load a part right now."""
         return bool(self._batch(1))
 
     @property
     def is_starved(self) -> bool:
-        """Whether it waits for nothing but room for its next part."""
+        """Whether the restore only lacks memory for its next part."""
         is_waiting = any(not pending.is_ready for pending in self._pending)
         return self._is_refused and not is_waiting and not self.is_ready
 
     @property
     def loaded_plan(self) -> RestorePlan | None:
-        """What is loaded so far, as if no more had been planned; None if nothing is."""
+        """A plan of only the parts loaded so far; None if there are none."""
         if not self._loaded:
             return None
         last = self._loaded[-1].node
         return RestorePlan(tuple(self._loaded), last.end, last.name, last.end)
 
     def reuse(self, num_prompt: int) -> Reuse:
-        """Say where the tokens of a prompt came from, as far as they are loaded."""
+        """Return how many prompt tokens came from memory and from disk; the rest is computed."""
         computed = max(0, num_prompt - self._num_pool - self._num_disk)
         return Reuse(pool=self._num_pool, disk=self._num_disk, computed=computed)
 
     def advance(self, backend: ModelBackendPort, max_bytes: int) -> bool:
-        """Load what is there, at most about `max_bytes`; True once the sequence can go on.
+        """Load the parts that are ready, about `max_bytes` at most; returns True once complete.
 
         Raises:
-            CacheCorruptionError: a part could not be read or loaded; the sequence is of no use.
+            CacheCorruptionError: a part could not be read or loaded; the sequence is unusable.
         """
         while self._wanted or self._pending:
             self._read_ahead()
@@ -164,7 +168,7 @@ class Restore:
         return True
 
     def close(self) -> None:
-        """Let go of everything; nothing more is loaded. A second call does nothing."""
+        """Release all parts and leases and stop loading. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -177,11 +181,11 @@ class Restore:
     # -- inside ---------------------------------------------------------------------------------
 
     def _read_ahead(self) -> None:
-        """Ask for the next parts, as long as there is room and they are not too many."""
+        """Acquire the next parts within the read-ahead limits and the available memory."""
         self._is_refused = False
         num_bytes = sum(pending.held.nbytes for pending in self._pending)
         while self._wanted:
-            # Those that are not full are loaded together, however many they are.
+            # Window and state parts load in one call, so all of them must be acquired for it.
             is_rest = self._wanted[0].kind is not LayerKind.FULL
             is_needed = is_rest and not any(pending.is_full for pending in self._pending)
             is_much = len(self._pending) >= _AHEAD_PARTS and num_bytes >= _AHEAD_BYTES
@@ -193,13 +197,13 @@ class Restore:
                 return
             num_bytes += held.nbytes
             is_new = self._wanted.popleft().key in self._prefetched
-            # What was there at once came from memory; the rest is being read.
+            # A part available immediately came from memory; others are being read.
             self._pending.append(_PendingPart(held, held.future.done() and not is_new))
             if not held.future.done():
                 held.future.add_done_callback(lambda _: self._on_ready())
 
     def _batch(self, max_bytes: int) -> list[_PendingPart]:
-        """What can be loaded now: full parts in order, and when they are through all others."""
+        """Return the parts to load now: full parts in order, then all other parts together."""
         batch: list[_PendingPart] = []
         for pending in self._pending:
             if not pending.is_full:
@@ -214,13 +218,13 @@ class Restore:
         return batch
 
     def _load(self, backend: ModelBackendPort, batch: Sequence[_PendingPart]) -> int:
-        """Load parts and let go of them; returns their bytes."""
+        """Load and release parts; returns their bytes."""
         payloads = [self._payload(pending.held) for pending in batch]
         self.suspect_parts = [pending.held.wanted for pending in batch]
         left = [pending.held.wanted for pending in self._pending][len(batch) :] or self._wanted
         is_full_loaded = not left or left[0].kind is not LayerKind.FULL
         if LayerKind.FULL in backend.spec.kinds or not left:
-            # Models without full attention have empty full parts, for the sake of the chain.
+            # Models without full attention have empty full parts, which only link the chain.
             parts = [payload for payload in payloads if payload.buffers]
             num_bytes, started = sum(part.nbytes for part in parts), time.perf_counter()
             backend.load(self._seq, parts, self.plan.end if is_full_loaded else payloads[-1].end)
@@ -246,7 +250,6 @@ class Restore:
             self._num_disk += num_tokens
 
     def _payload(self, held: HeldPart) -> KVPayload:
-        """Take a part that was read."""
         try:
             return held.future.result()
         except Exception as error:

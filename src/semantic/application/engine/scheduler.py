@@ -1,22 +1,22 @@
-"""Who runs in the next step.
+"""Selects the sequences, and the tokens of each, for the next step.
 
-Every running sequence that is one token behind gets its row in every step; what remains of the
-step's token budget goes to prompts. A step with a piece of a long prompt takes many times as long
-as one without, so it is followed by a break for the others: those who decode get several tokens,
-and short prompts their first. Which waiting request is admitted, and which prompt gets tokens
-first, is decided by one order:
+Every decoding sequence, which is one token behind, gets a row in every step; prompts get the rest
+of the step's token budget. A step with a chunk of a long prompt takes many times as long as one
+without, so a break for the other requests follows it: decoding sequences get several tokens, and
+short prompts get their first. One order decides which waiting request is admitted and which prompt
+gets tokens first:
 
-    1. those that have waited `ageing_s` without being served, longest first;
+    1. requests that have waited `ageing_s` without service, longest wait first;
     2. interactive before background;
     3. the agent that was served least: tokens over weight, on a virtual clock;
     4. arrival.
 
-The bound on waiting: once a request has waited `ageing_s`, only those that have waited longer
-go before it, and nobody can join them ahead of it. So it is overtaken by at most the requests
-that were there before it; it is served after `ageing_s` plus the time those take.
+The bound on waiting: once a request has waited `ageing_s`, only requests that have waited longer
+precede it, and no new request can join those. So only requests that were there before it can
+overtake it, and it is served after `ageing_s` plus the time those take.
 
-The scheduler keeps lists and counts. It knows neither the backend nor memory: the engine
-admits a candidate when it has room for it.
+The scheduler keeps lists and counts. It does not use the backend or the memory budget: the engine
+admits a candidate when it has memory for it.
 """
 
 import sys
@@ -28,7 +28,7 @@ from statistics import mean
 from semantic.application.engine.request import NO_DRAFT, Draft, Generation
 from semantic.application.engine.speculation import DraftPlanner
 
-_LEAST_SPREAD = 0.01  # of sizes, over their mean, squared: with less there is no line
+_LEAST_SPREAD = 0.01  # squared variation coefficient of sizes; below it no line can be fitted
 _SMOOTHING = 0.3
 _SECONDS_TO_MS = 1000.0
 
@@ -38,18 +38,17 @@ class EngineLimits:
     """Settings of the engine that may change while it runs.
 
     Attributes:
-        max_batch_size: Sequences that run at once.
-        prefill_step_size: The most prompt tokens in a step; a device that needs long for them gets
-            fewer.
-        target_step_ms: While someone decodes, prompts get about as many tokens as fit this time.
-            None is twelve times what a step without prompts takes: the prompt then takes little
-            longer than alone, whatever the device.
-        batch_window_ms: How long an idle engine waits at most for others that are being prepared.
-        max_queue: Requests that may wait.
-        default_max_tokens: Length of a reply when a request does not say; None is all that fits.
-        ageing_s: See the module.
-        max_idle: Working copies that stay open after their turn, within a share of the memory.
-        draft_tokens: The most tokens of a reply that are guessed and checked at once; 0 is none.
+        max_batch_size: The most sequences that run at once.
+        prefill_step_size: The most prompt tokens in a step; a slow device gets fewer.
+        target_step_ms: Target duration of a step with prompts while other sequences decode; it
+            limits the prompt tokens. None means twelve times a step without prompts: prefill then
+            takes little longer than alone, on any device.
+        batch_window_ms: The longest time an idle engine waits for requests in preparation.
+        max_queue: The most requests that may wait.
+        default_max_tokens: Reply limit for requests that set none; None allows all that fits.
+        ageing_s: Seconds without service after which a request takes precedence; see the module.
+        max_idle: The most idle copies kept open after their turn, within a share of the memory.
+        draft_tokens: The most draft tokens of a row in one step; 0 disables speculative decoding.
     """
 
     max_batch_size: int = 16
@@ -64,16 +63,15 @@ class EngineLimits:
 
 
 class _Line:
-    """How long prompts of some sizes took, the last ones most, and how long others would take.
+    """Weighted linear fit of prefill time over prompt tokens; recent steps weigh most.
 
-    A step takes a while however few tokens it has, and that while is much where the device is fast.
+    A line instead of a mean, since a step has a fixed cost, which is large on a fast device.
     """
 
     def __init__(self) -> None:
         self._weights = self._tokens = self._squares = self._ms = self._products = 0.0
 
     def add(self, num_tokens: int, elapsed_ms: float, weight: float) -> None:
-        """Learn from one step."""
         kept = 1 - _SMOOTHING * weight
         self._weights = self._weights * kept + weight
         self._tokens = self._tokens * kept + weight * num_tokens
@@ -83,11 +81,11 @@ class _Line:
 
     @property
     def mean_slope(self) -> float:
-        """Milliseconds a token, all in all; 0 before the first."""
+        """Milliseconds per token, including the fixed cost; 0 before the first step."""
         return self._ms / self._tokens if self._tokens else 0.0
 
     def longest(self, elapsed_ms: float) -> float:
-        """How many tokens take so long: those seen say little of more than three times as many."""
+        """Tokens that fit `elapsed_ms`; uses the line up to three times the mean size."""
         by_mean = elapsed_ms / self.mean_slope
         spread = self._weights * self._squares - self._tokens**2
         slope = self._weights * self._products - self._tokens * self._ms
@@ -99,24 +97,24 @@ class _Line:
 
 
 class ChunkBudget:
-    """How many prompt tokens fit a step, learnt from how long steps took.
+    """How many prompt tokens fit a step, learnt from the durations of past steps.
 
-    Sizes are multiples of the rows that kernels take at once: others cost as much as the next
-    multiple, and a device that prepares itself for each size it meets does so for few of them. None
-    is so small that a prompt would cost twice as much as in large ones: sixteen tokens take two
-    thirds of the time of sixty-four on a CPU, whatever else decodes.
-    Large ones are powers of two, and end at multiples of their size.
+    Sizes are multiples of the rows that kernels process at once: other sizes cost as much as the
+    next multiple, and few distinct sizes spare devices that compile or tune for each size. A
+    minimum keeps prefill in small chunks from costing twice as much as in large ones: on a CPU,
+    sixteen tokens take two thirds of the time of sixty-four, with or without decoding rows.
+    Large sizes are powers of two, and their chunks end at multiples of the size.
     """
 
     BLOCK = 32
     MIN_TOKENS = 64
     PATIENCE = 12
-    NUM_TRIALS = 3  # steps without prompts, before what they take is known
-    FIRST = 128  # before anything is known: a device may be so slow that more look like a hang
+    NUM_TRIALS = 3  # steps without prompts to measure before their duration is known
+    FIRST = 128  # tokens before any measurement: on a slow device more would look like a hang
     USUAL = 512
-    ALONE_MS = 250.0  # what whoever comes next may wait while nobody decodes
-    LONGEST_MS = 500.0  # the same where that is fewer than the usual ones
-    SLOWEST_MS = 10_000.0  # even for the first few
+    ALONE_MS = 250.0  # target step time without decoding rows: bounds a new request's wait
+    LONGEST_MS = 500.0  # the same on devices where fewer than USUAL tokens fit ALONE_MS
+    SLOWEST_MS = 10_000.0  # limit of a step, even with FIRST tokens
     MAX_ALIGNED = 2048
 
     def __init__(self) -> None:
@@ -125,20 +123,20 @@ class ChunkBudget:
         self._trials_ms: list[float] = []
 
     def observe(self, num_prompt_tokens: int, elapsed_s: float) -> None:
-        """Learn from one step."""
+        """Learn from the duration of one step."""
         elapsed_ms = elapsed_s * _SECONDS_TO_MS
         if num_prompt_tokens == 0:
             if len(self._trials_ms) < self.NUM_TRIALS:
                 self._trials_ms.append(elapsed_ms)
-                # One of them may have had to prepare something.
+                # Leave out the slowest: it may include one-time setup.
                 self._decode_ms = mean(sorted(self._trials_ms)[: self.NUM_TRIALS - 1])
             else:
                 known_ms = self._decode_ms or elapsed_ms
                 self._decode_ms = known_ms + _SMOOTHING * (elapsed_ms - known_ms)
             return
-        # A whole step is no shorter than its decoding part.
+        # A step with prompts takes longer than its decoding part, so it bounds the estimate.
         self._decode_ms = min(self._decode_ms, elapsed_ms / 2)
-        # A few tokens take as long as many where weights are read anyway: they teach little.
+        # Reading the weights dominates small steps, so their time says little about a token.
         weight = min(1.0, num_prompt_tokens / self.USUAL)
         self._seen.add(num_prompt_tokens, elapsed_ms - self._decode_ms, weight)
 
@@ -148,18 +146,21 @@ class ChunkBudget:
 
     @property
     def seconds_per_token(self) -> float:
-        """What a prompt token costs; 0 before the first step."""
+        """Seconds of prefill per prompt token; 0 before the first measurement."""
         return self._ms_per_token / _SECONDS_TO_MS
 
     @property
     def tokens_at_a_stretch(self) -> float:
-        """What is computed of one prompt before another begins: most are answered sooner then."""
+        """Tokens to prefill of one prompt before the next one starts.
+
+        Interleaving prompts at a finer grain would delay most of their first tokens.
+        """
         return self.ALONE_MS / self._ms_per_token if self._ms_per_token else 0.0
 
     def tokens(self, limits: EngineLimits) -> int:
-        """The budget while others decode: at least a few, at most `prefill_step_size`.
+        """Prompt tokens per step while sequences decode: `MIN_TOKENS` to `prefill_step_size`.
 
-        At first those go alone, for a few steps, to see what that takes.
+        Without `target_step_ms`, 0 in the first steps, to measure how long decoding alone takes.
         """
         target_ms = limits.target_step_ms
         if target_ms is None:
@@ -173,7 +174,7 @@ class ChunkBudget:
         return max(self._rounded(fitting), self.MIN_TOKENS)
 
     def tokens_alone(self, limits: EngineLimits) -> int:
-        """The budget while nobody decodes."""
+        """Prompt tokens per step while no sequence decodes."""
         usual = min(self.USUAL, limits.prefill_step_size)
         if not self._ms_per_token:
             return min(self.FIRST, usual)
@@ -183,7 +184,7 @@ class ChunkBudget:
         return max(self._rounded(fitting), min(usual, slowest, least))
 
     def expected_ms(self, num_prompt_tokens: int) -> float:
-        """What a step may take."""
+        """Expected milliseconds of a step with so many prompt tokens."""
         return self._decode_ms + num_prompt_tokens * self._ms_per_token
 
     def _rounded(self, num_tokens: float) -> int:
@@ -192,9 +193,10 @@ class ChunkBudget:
         return self.USUAL << (int(num_tokens / self.USUAL).bit_length() - 1)
 
     def chunk(self, start: int, size: int, left: int) -> int:
-        """Tokens of a chunk of about `size` from `start`, so that chunks come to end alike.
+        """Tokens of a chunk of about `size` from `start`; large chunks end at aligned positions.
 
-        What would be `left` of a prompt after it comes along if it is little: it would cost a step.
+        Returns `left`, all that remains, if it is at most an eighth larger: a small remainder would
+        cost a step of its own.
         """
         if size >= self.USUAL:
             step = min(size, self.MAX_ALIGNED)
@@ -203,7 +205,7 @@ class ChunkBudget:
 
 
 class VirtualClock:
-    """Tokens served over weight, per agent. Newcomers start level with the least served."""
+    """Tokens served over weight, per agent. A new agent starts level with the least served."""
 
     _MAX_ABSENT = 1024
 
@@ -214,17 +216,16 @@ class VirtualClock:
         self._floor = 0.0
 
     def __len__(self) -> int:
-        """Agents that are remembered."""
         return len(self._served)
 
     def join(self, agent: str) -> None:
-        """Count one more request of an agent; absence earns no credit."""
+        """Count one more request of an agent; an agent earns no credit while absent."""
         self._served[agent] = max(self._served.get(agent, 0.0), self._floor)
         self._members[agent] = self._members.get(agent, 0) + 1
         self._absent.pop(agent, None)
 
     def leave(self, agent: str) -> None:
-        """Undo one `join`; an agent that is not ahead of those present is forgotten."""
+        """Undo one `join`; drops an absent agent that is not ahead of the agents present."""
         self._members[agent] -= 1
         if self._members[agent]:
             return
@@ -243,17 +244,17 @@ class VirtualClock:
         del self._served[agent]
 
     def charge(self, agent: str, num_tokens: int, weight: float) -> None:
-        """Count tokens served to an agent."""
+        """Charge tokens served to an agent."""
         self._served[agent] += num_tokens / weight
 
     def time_of(self, agent: str) -> float:
-        """How much an agent was served."""
+        """Return an agent's virtual time: tokens served over weight."""
         return self._served[agent]
 
 
 @dataclass(slots=True)
 class Portion:
-    """So many tokens of one sequence in the next step, and guesses after them."""
+    """One sequence's tokens in the next step, followed by draft tokens."""
 
     generation: Generation
     num_tokens: int
@@ -261,27 +262,27 @@ class Portion:
 
 
 class ConcurrentScheduler:
-    """Waiting and running requests, and whose turn it is. Used on the engine's thread only.
+    """Waiting and running requests, and the order they run in. Used on the device thread only.
 
     Attributes:
-        planner: Guesses what rows will say; None guesses nothing.
-        running: Sequences that are open in the backend.
-        waiting: Requests that are not.
+        planner: Proposes draft tokens; None disables them.
+        running: Requests whose sequences are open in the backend.
+        waiting: Requests that are not admitted yet, or were preempted.
     """
 
-    BREAK_SHARE = 1 / 12  # of what a step with long prompts takes
-    SHORT_SHARE = 4  # prompts of this part of a step's tokens, or less, are short
-    PLAIN_TOKENS = 3  # that a reply begins with: what steps take without guesses is seen there
+    BREAK_SHARE = 1 / 12  # length of the break, as a share of the step with the long prompt
+    SHORT_SHARE = 4  # a prompt is short if it fits a step's token budget this many times
+    PLAIN_TOKENS = 3  # first tokens of a reply without drafts, to measure steps without them
 
     def __init__(self, limits: EngineLimits, *, window: int = 0, has_state: bool = False) -> None:
-        """Start empty.
+        """Create a scheduler without requests.
 
         Args:
-            limits: May be replaced at any time through the attribute.
-            window: Tokens that window layers hold, 0 without such layers: a chunk does not push
-                out of them what is yet to be kept.
-            has_state: Chunks end at the jobs' boundaries, for state can be kept only where a
-                chunk ended.
+            limits: Initial limits; the attribute may be replaced at any time.
+            window: Tokens that sliding-window layers hold; 0 without such layers. A chunk does not
+                push tokens out of the window before they are sealed.
+            has_state: Whether the model has recurrent state. Chunks then end at the jobs'
+                boundaries, since the state can be sealed only where a chunk ends.
         """
         self.limits = limits
         self.budget = ChunkBudget()
@@ -289,12 +290,12 @@ class ConcurrentScheduler:
         self._window = window
         self._has_state = has_state
         self._clock = VirtualClock()
-        self._break_ms = 0.0  # until long prompts go on
+        self._break_ms = 0.0  # remaining break, before long prompts continue
         self.waiting: list[Generation] = []
         self.running: list[Generation] = []
 
     def add(self, generation: Generation) -> None:
-        """Put a new request in the queue."""
+        """Queue a new request."""
         self._clock.join(generation.job.agent)
         self.waiting.append(generation)
 
@@ -305,25 +306,25 @@ class ConcurrentScheduler:
         generation.job.trace.note_admitted()
 
     def requeue(self, generation: Generation) -> None:
-        """Move a request back to waiting; it keeps its place by arrival."""
+        """Move a request back to waiting; it keeps its arrival order."""
         self.running.remove(generation)
         self.waiting.append(generation)
 
     def remove(self, generation: Generation) -> None:
-        """Drop a request that ended."""
+        """Remove a request that ended."""
         queue = self.running if generation in self.running else self.waiting
         queue.remove(generation)
         self._clock.leave(generation.job.agent)
 
     def candidates(self, now: float) -> Iterator[Generation]:
-        """Waiting requests that may be admitted, the most urgent first, while there is room."""
+        """Yield waiting requests, most urgent first, while the batch has room."""
         for generation in sorted(self.waiting, key=lambda g: self._urgency(g, now)):
             if len(self.running) >= self.limits.max_batch_size:
                 return
             yield generation
 
     def plan(self, now: float) -> list[Portion]:
-        """Choose the next step's rows and count them as served; mutates fairness only."""
+        """Choose the next step's rows and charge their agents; does not count them as launched."""
         ready = [g for g in self.running if self._can_run(g)]
         suspects = [g for g in self.running if g.retry_until is not None]
         if suspects:
@@ -349,7 +350,7 @@ class ConcurrentScheduler:
     def _whose_turn(
         self, decoding: Sequence[Generation], behind: list[Generation], short_size: int
     ) -> list[Generation]:
-        """The prompts for this step: short ones alone while there is a break for somebody."""
+        """Return the prompts for this step: only short ones during a break that helps others."""
         if self._break_ms <= 0:
             return behind
         short = [g for g in behind if g.num_behind <= short_size]
@@ -358,15 +359,14 @@ class ConcurrentScheduler:
         return short if any(others) else behind
 
     def _count_break(self, prompts: Sequence[Portion], short_size: int) -> None:
-        """A step with a long prompt earns a break; one without takes of it."""
+        """Start a break after a step with a long prompt; other steps use it up."""
         expected_ms = self.budget.expected_ms(sum(p.num_tokens for p in prompts))
         if any(p.generation.num_behind > short_size for p in prompts):
             self._break_ms = self.BREAK_SHARE * expected_ms
         elif self._break_ms > 0:
-            self._break_ms -= expected_ms or self._break_ms  # what is not known yet ends it
+            self._break_ms -= expected_ms or self._break_ms  # an unknown duration ends the break
 
     def _prompts(self, ordered: Sequence[Generation], budget: int) -> Iterator[Portion]:
-        """What of prompts fits the step beside those that decode."""
         whole = budget
         for generation in ordered:
             if budget <= 0:
@@ -374,14 +374,14 @@ class ConcurrentScheduler:
             left = self._distance_to_cut(generation)
             num_tokens = self.budget.chunk(generation.num_launched, budget, left)
             if num_tokens < left and budget < whole / 2:
-                continue  # a small piece of it would not make it shorter: the next step has more
+                continue  # too small a chunk to help this prompt; the next step offers a larger one
             yield Portion(generation, num_tokens)
             budget -= num_tokens
 
     def wants_tokens(self) -> bool:
-        """Whether tokens that are under way should be waited for before the next step.
+        """Whether to collect the tokens being sampled before scheduling the next step.
 
-        Then rows may carry guesses of what follows those tokens.
+        The next step's rows can then carry draft tokens that continue them.
         """
         if self.planner is None or not self.limits.draft_tokens:
             return False
@@ -392,16 +392,16 @@ class ConcurrentScheduler:
         return self.planner.wants_tokens(rows)
 
     def victim(self) -> Generation | None:
-        """Whom to preempt: the youngest of the lowest class, never the only one."""
+        """Return the request to preempt: the newest of the lowest class; None if only one runs."""
         if len(self.running) < 2:
             return None
         return max(self.running, key=lambda g: (g.is_background, g.order))
 
     def check_integrity(self) -> None:
-        """Check the lists and the clock.
+        """Check the waiting and running lists.
 
         Raises:
-            AssertionError: they contradict each other.
+            AssertionError: the lists are inconsistent.
         """
         everyone = [*self.waiting, *self.running]
         problems = {
@@ -422,7 +422,7 @@ class ConcurrentScheduler:
         served = self._clock.time_of(generation.job.agent)
         stretch = self.budget.tokens_at_a_stretch
         if generation.is_reuse_reported or generation.num_behind <= stretch / 8:
-            served -= stretch  # it has begun, or will soon be done
+            served -= stretch  # prefer prompts that have started or are nearly done
         return (1, generation.is_background, served, generation.order)
 
     def _serve(self, portion: Portion, now: float) -> None:
@@ -431,19 +431,19 @@ class ConcurrentScheduler:
         num_tokens = portion.num_tokens + len(portion.draft.tokens)
         self._clock.charge(generation.job.agent, num_tokens, generation.job.weight)
 
-    # -- guesses --------------------------------------------------------------------------------
+    # -- draft tokens ---------------------------------------------------------------------------
 
     def _drafts_of(self, rows: Sequence[Generation], *, has_prompts: bool) -> dict[int, Draft]:
         if not rows or self.planner is None or not self.limits.draft_tokens:
             return {}
         self._limit_drafts(rows)
         for generation in rows:
-            if generation.num_draws:  # its last token is on the device
+            if generation.num_draws:  # the host does not know its last token yet
                 generation.draft_room = 0
         return self.planner.plan(rows, has_prompts=has_prompts)
 
     def _limit_drafts(self, rows: Sequence[Generation]) -> None:
-        """See how many guesses rows may carry: within what is reserved, and before the next cut."""
+        """Set how many draft tokens rows may carry: within reserved memory, before the next cut."""
         for generation in rows:
             start = generation.num_launched + 1
             room = min(
@@ -463,14 +463,14 @@ class ConcurrentScheduler:
             return False
         if generation.restore is not None:
             return False
-        # The next mask depends on a token that only the host can tell it.
+        # The next mask depends on the sampled token, which the host does not know yet.
         if generation.constraint is not None and generation.num_draws:
             return False
-        # What cannot be had later must be kept before the next chunk begins.
+        # State that the next chunk would overwrite must be sealed first.
         return not generation.num_rows or self._distance_to_cut(generation) > 0
 
     def _distance_to_cut(self, generation: Generation) -> int:
-        """How many tokens the next chunk may have; 0 if what is on its way must be kept first."""
+        """Tokens that the next chunk may have; 0 if launched tokens must be sealed first."""
         start = generation.num_launched
         ends = [start + generation.num_behind]
         if generation.is_sealing and (self._has_state or self._window):
@@ -478,14 +478,14 @@ class ConcurrentScheduler:
         return min(ends) - start
 
     def _next_cut(self, generation: Generation) -> int:
-        """How far a sequence may run before more of it is kept."""
+        """Position that a sequence may reach before its state must be sealed."""
         kept, cut = generation.num_computed, sys.maxsize
         boundaries = generation.job.boundaries if self._has_state else ()
         for boundary in (*boundaries, generation.num_prompt):
             if boundary > kept:
                 cut = min(cut, boundary)
         if self._window:
-            # The window part of the next block reaches back to its first token at most.
+            # The window part of the next block reaches back no further than its first token.
             start, end = generation.block_at(kept)
             cut = min(cut, max(end, start + self._window))
         return cut

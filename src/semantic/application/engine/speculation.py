@@ -1,16 +1,16 @@
 """Speculative decoding: which rows of the next step carry draft tokens, and how many.
 
-There is no draft model: a guess is what followed the same tokens before (`drafts.py`).
+There is no draft model: a draft is what followed the same tokens earlier (`drafts.py`).
 
-A guess costs the step's time for one more token, and spares a step if it is right. How often
-guesses are right is learnt from all of them, whether they were sent to the device or not: each
-token of a reply is compared with what was guessed for it. What steps cost is learnt from those that
-ran, with guesses and without. Where the next step would yield more tokens a second with them they
-are sent; where it would not, as on a device that takes eight times as long for eight tokens, or
-with many rows, none are.
+A draft token costs the step the time of one more token, and saves a step if the model accepts it.
+The planner learns acceptance rates from all drafts, sent to the device or not: it compares each
+token of a reply with the token predicted for it. It learns the cost of steps from the durations of
+steps with and without drafts. It sends drafts if the next step would yield more tokens per second
+with them. It sends none otherwise, for example on a device that takes eight times as long for eight
+tokens, or with many rows.
 
-Rows that carry guesses need their last token on the host. So a step with guesses is not followed by
-one launched ahead, and what that costs is part of what such steps are seen to take.
+A row can carry draft tokens only once the host knows its last token. So the engine collects a step
+with drafts before it launches the next one; the measured cost of such steps includes this wait.
 """
 
 import contextlib
@@ -27,17 +27,17 @@ from semantic.ports.backend import Traits
 from semantic.ports.text import TokenConstraint
 
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
-_MIN_GAIN = 1.08  # that is expected of a step with guesses, or it carries none
+_MIN_GAIN = 1.08  # a step carries drafts only if they raise tokens per second by this factor
 _SMOOTHING = 0.2
-_FORGETTING = 0.998  # of what guesses were seen to cost, with each step without them
-_SETTLED = 2  # measurements before a size of step is known
-_FIRST_SLOPE = 0.02  # of a step's time for each further token, before anything is known
-_PIECE = 512  # tokens of a prompt that are remembered in one step
-_MAX_UNREAD = 32  # texts that wait to be remembered: where many end soon, the oldest is forgotten
+_FORGETTING = 0.998  # decay of the extra cost of drafts, per step without them
+_SETTLED = 2  # measurements before the cost of a step size is known
+_FIRST_SLOPE = 0.02  # share of a step's time per further token, before any measurement
+_PIECE = 512  # tokens of a text to index per step
+_MAX_UNREAD = 32  # texts waiting to be indexed; when full, the oldest is dropped
 _WORTHLESS = 0.2
-_MAX_ROWS = 16  # of a step that carries guesses: with more, devices have enough to do
+_MAX_ROWS = 16  # rows of a step with drafts; more rows already keep the device busy
 _PATIENCE, _MAX_PAUSE = 4, 7
-# How likely a guess is before anything was learnt, by the length of its match.
+# Assumed acceptance rate before any measurement, by the length of the match.
 _PRIOR = {0: 0.3, 4: 0.4, 5: 0.5, 6: 0.6, 8: 0.7, 12: 0.8, 16: 0.85, 24: 0.9, MAX_MATCH: 0.95}
 _BOUNDS = tuple(_PRIOR)
 _PRIOR_WEIGHT, _OWN_WEIGHT = 8.0, 6.0
@@ -45,30 +45,33 @@ _MAX_COUNT, _MAX_OWN_COUNT = 400.0, 32.0
 
 
 class DraftPlanner(Protocol):
-    """Decides which rows carry guesses. On the engine's thread."""
+    """Decides which rows carry draft tokens. Used on the device thread only."""
 
     def plan(self, rows: Sequence[Generation], *, has_prompts: bool) -> dict[int, Draft]:
-        """Guess for rows of the next step, by their `order`; `has_prompts` if it has others too."""
+        """Return drafts for the next step's decoding rows, keyed by `Generation.order`.
+
+        Set `has_prompts` if the step also contains prompt chunks.
+        """
 
     def wants_tokens(self, rows: Sequence[Generation]) -> bool:
-        """Whether rows whose last tokens are under way should wait for them, to carry guesses."""
+        """Whether the next step should wait for tokens being sampled, so that drafts can follow."""
 
     def observe(self, num_rows: int, num_drafted: int, seconds: float) -> None:
-        """Learn what a step without prompts took, from the end of the one before it."""
+        """Learn the duration of a step without prompts, measured from the previous step's end."""
 
     def forget(self, generation: Generation) -> None:
-        """Let go of a request that ended."""
+        """Release what is held for a request that ended."""
 
 
 class StepCosts:
-    """What steps take: by number of rows without guesses, by number of tokens with them."""
+    """Seconds per step: by number of rows without drafts, by number of tokens with drafts."""
 
     def __init__(self) -> None:
         self._plain: dict[int, tuple[float, int]] = {}
         self._drafted: dict[int, tuple[float, int]] = {}
 
     def observe(self, num_rows: int, num_drafted: int, seconds: float) -> None:
-        """Learn from a step."""
+        """Learn from the duration of a step."""
         if num_drafted:
             size = _size(num_rows + num_drafted)
             self._drafted[size] = _blended(self._drafted.get(size), seconds)
@@ -79,12 +82,12 @@ class StepCosts:
                 self._drafted[size] = known[0] + _FORGETTING * (cost - known[0]), count
 
     def plain(self, num_rows: int) -> float | None:
-        """What a step of so many rows takes without guesses; None if that is not known."""
+        """Return the seconds of a step of `num_rows` rows without drafts; None if unknown."""
         cost, count = self._plain.get(num_rows, (0.0, 0))
         return cost if count >= _SETTLED else None
 
     def points(self, num_rows: int, plain: float) -> list[tuple[int, float]]:
-        """What is known of steps of these rows and more tokens, by size."""
+        """Return (tokens, seconds) of known steps, sorted: `plain` first, then larger ones."""
         known = sorted(
             (size, cost)
             for size, (cost, count) in self._drafted.items()
@@ -101,16 +104,16 @@ def _blended(known: tuple[float, int] | None, seconds: float) -> tuple[float, in
     if known is None:
         return seconds, 1
     cost, count = known
-    if count < _SETTLED:  # the first of its kind may have had to prepare something
+    if count < _SETTLED:  # the first step of a size may include one-time setup
         return min(cost, seconds), count + 1
-    # One that took far longer was held up by something else.
+    # An outlier was delayed by something else; cap its influence.
     return cost + _SMOOTHING * (min(seconds, 2 * cost) - cost), count + 1
 
 
 def _interpolated(points: Sequence[tuple[int, float]], num_tokens: int) -> float:
-    """The cost of a step of so many tokens, from known ones; beyond the last it goes on as there.
+    """Interpolate the seconds of a step between known sizes; extrapolate with the last slope.
 
-    None is cheaper than a smaller one.
+    The cost never decreases with the size.
     """
     (left, low), *rest = points
     slope = _FIRST_SLOPE * low
@@ -123,7 +126,7 @@ def _interpolated(points: Sequence[tuple[int, float]], num_tokens: int) -> float
 
 
 class HitRates:
-    """How often guesses were right, by the length of their match."""
+    """Acceptance rates of draft tokens, by match length and whether all matches agreed."""
 
     def __init__(self) -> None:
         self._counts = {
@@ -133,12 +136,12 @@ class HitRates:
         }
 
     def rate(self, length: int, *, is_unanimous: bool) -> float:
-        """The share of guesses that were right."""
+        """Return the share of draft tokens that were correct."""
         hits, tries = self._counts[_bound(length), is_unanimous]
         return hits / tries
 
     def note(self, length: int, *, is_unanimous: bool, is_hit: bool) -> None:
-        """Learn from one."""
+        """Record one draft token and whether it was correct."""
         _count(self._counts[_bound(length), is_unanimous], is_hit, _MAX_COUNT)
 
 
@@ -155,16 +158,16 @@ def _count(counts: list[float], is_hit: bool, limit: float) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Follower:
-    """What is guessed of one reply.
+    """The drafting state of one reply.
 
     Attributes:
-        num_seen: Tokens of it that were compared with guesses.
-        guess: What may come after those; empty if that was looked for and not found.
-        length: Tokens before the guess that stood before it elsewhere.
-        counts: Of this reply's guesses, those that were right, and all.
-        is_stale: Whether there are new tokens to look for a guess by.
-        num_misses: Guesses that were wrong or not found since the last that was right.
-        pause: Tokens before the next is looked for.
+        num_seen: Tokens of prompt and reply that were compared with the draft.
+        guess: Draft tokens that may follow those; empty if a lookup found none.
+        length: Tokens before the draft that match the place it was found at.
+        counts: This reply's correct draft tokens, and all its draft tokens.
+        is_stale: Whether there are new tokens to look up a draft for.
+        num_misses: Wrong draft tokens and failed lookups since the last correct draft token.
+        pause: Calls of `catch_up` with new tokens to skip before the next lookup.
     """
 
     memory: TenantMemory
@@ -179,7 +182,7 @@ class _Follower:
     pause: int = 0
 
     def catch_up(self, tokens: Sequence[int], rates: HitRates) -> None:
-        """Compare new tokens with what was guessed for them, and remember them."""
+        """Compare new tokens with the draft; if none is left, index them and look up another."""
         for token in tokens[self.num_seen :]:
             if self.guess:
                 is_hit = token == self.guess[0]
@@ -204,7 +207,7 @@ class _Follower:
             self.is_unanimous = match.is_unanimous
         else:
             self.num_misses += 1
-        # Where nothing is found again and again, it is looked for less often.
+        # After repeated misses, look up less often.
         self.pause = min(self.num_misses // _PATIENCE, _MAX_PAUSE)
 
     def _remember(self, tokens: Sequence[int]) -> None:
@@ -212,7 +215,7 @@ class _Follower:
         self.memory.extend(self.conversation, tokens[start : start + _PIECE])
 
     def chances(self, rates: HitRates, limit: int) -> Iterator[float]:
-        """How likely the first guess is right, the first two are, and so on."""
+        """Yield the probability that the first draft token, the first two, ... are all correct."""
         chance, (hits, tries) = 1.0, self.counts
         for place in range(min(limit, len(self.guess))):
             rate = rates.rate(self.length + place, is_unanimous=self.is_unanimous)
@@ -223,15 +226,15 @@ class _Follower:
 
 
 class AdaptiveDraftPlanner:
-    """The `DraftPlanner` that learns.
+    """A `DraftPlanner` that learns acceptance rates and step costs; see the module.
 
     Attributes:
-        max_draft: The most guesses of a row; 0 makes none.
-        memory: Where they come from.
+        max_draft: The most draft tokens of a row; 0 disables drafting.
+        memory: The past tokens that drafts are taken from.
     """
 
     def __init__(self, traits: Traits, ends: frozenset[int]) -> None:
-        """Start with nothing known; a guess ends with one of the tokens that end replies."""
+        """Create a planner without measurements; a draft stops at the first token in `ends`."""
         self.max_draft, self._draft_end = traits.max_draft, traits.draft_end
         self.memory = DraftMemory()
         self._ends = ends
@@ -243,17 +246,17 @@ class AdaptiveDraftPlanner:
 
     @property
     def num_unread(self) -> int:
-        """Texts that are yet to be remembered."""
+        """Texts waiting to be indexed in `memory`."""
         return len(self._unread)
 
     def plan(self, rows: Sequence[Generation], *, has_prompts: bool) -> dict[int, Draft]:
-        """Guess where it pays."""
+        """Return drafts for the rows where they raise tokens per second."""
         if not self.max_draft:
             return {}
         self._remember_more()
         if len(rows) > _MAX_ROWS or not any(row.draft_room > 0 for row in rows):
             return {}
-        # Walking a grammar ahead takes time of its own.
+        # Advancing a grammar costs host time: do it only if perfect drafts would pay off.
         is_hopeful = any(row.constraint is not None for row in rows) and any(
             self._chosen([[1.0] * self.max_draft, *([] for _ in rows[1:])], has_prompts=has_prompts)
         )
@@ -268,7 +271,7 @@ class AdaptiveDraftPlanner:
         return drafts
 
     def wants_tokens(self, rows: Sequence[Generation]) -> bool:
-        """Look past the token that is under way: it, too, must be as guessed."""
+        """Judge the draft after the token being sampled, which must match the draft, too."""
         if not self.max_draft or len(rows) > _MAX_ROWS:
             return False
         chances = []
@@ -280,17 +283,17 @@ class AdaptiveDraftPlanner:
         return any(self._chosen(chances, has_prompts=False))
 
     def observe(self, num_rows: int, num_drafted: int, seconds: float) -> None:
-        """Learn what a step took."""
+        """Learn the duration of a step without prompts."""
         self._costs.observe(num_rows, num_drafted, seconds)
 
     def forget(self, generation: Generation) -> None:
-        """Remember the rest of what a request that ended has said, when there is time."""
+        """Drop an ended request's state and queue the rest of its tokens for indexing."""
         follower = self._followers.pop(generation.order, None)
         if follower is not None:
             self._unread.append((follower.memory, follower.conversation, generation.tokens))
 
     def _remember_more(self) -> None:
-        """Remember a piece of what is yet to be read; all of a long text at once takes long."""
+        """Index one piece of the oldest waiting text; a whole long text would delay the step."""
         if not self._unread:
             return
         memory, conversation, tokens = self._unread[0]
@@ -321,14 +324,14 @@ class AdaptiveDraftPlanner:
         return max(room, 0)
 
     def _offer(self, row: Generation, *, is_hopeful: bool) -> tuple[Draft, list[float]]:
-        """What could be sent for a row, and how likely it is right, guess by guess."""
+        """Return a row's draft and the probability that each prefix of it is correct."""
         follower, limit = self._follower(row), self._room(row)
         follower.catch_up(row.tokens, self._rates)
         if limit < 1 or not (follower.guess or row.constraint):
             return NO_DRAFT, []
         if row.constraint is not None:
             offer: tuple[Draft, list[float]] = NO_DRAFT, []
-            # One that fails does so again where its row is made, and ends its request there.
+            # A failing constraint fails again in `next_chunk`, which ends its request.
             with contextlib.suppress(Exception):
                 offer = self._constrained(row.constraint, follower, limit if is_hopeful else 0)
             return offer
@@ -339,7 +342,7 @@ class AdaptiveDraftPlanner:
     def _constrained(
         self, constraint: TokenConstraint, follower: _Follower, limit: int
     ) -> tuple[Draft, list[float]]:
-        """Guess what a grammar forces, and what it allows of the guess."""
+        """Draft the tokens that a grammar forces, and those of the draft that it allows."""
         if not limit:
             return NO_DRAFT, []
         masks, states = [constraint.allowed()], [constraint]
@@ -354,7 +357,7 @@ class AdaptiveDraftPlanner:
                     break
                 token, chance = guess[at], min(chance, rates[at])
             elif at >= len(guess) or guess[at] != token:
-                guess = []  # what was guessed is out of step from here on
+                guess = []  # the forced token differs, so the rest of the draft does not apply
                 rates = []
             if token in self._ends:
                 break
@@ -369,7 +372,7 @@ class AdaptiveDraftPlanner:
     # -- all rows -------------------------------------------------------------------------------
 
     def _chosen(self, offers: Sequence[Sequence[float]], *, has_prompts: bool) -> list[int]:
-        """How many guesses of each row to send: those that yield most tokens a second."""
+        """Return the draft tokens to send per row that yield the most tokens per second."""
         counts = [0] * len(offers)
         ranked = sorted(
             ((chance, row) for row, chances in enumerate(offers) for chance in chances),
@@ -380,7 +383,7 @@ class AdaptiveDraftPlanner:
             return counts
         num_rows, points = len(offers), self._costs.points(len(offers), plain)
         yields = list(accumulate((chance for chance, _ in ranked), initial=0.0))
-        # What is not known is tried in steps, each twice as large as the one before.
+        # Explore unknown sizes gradually: at most twice the drafts of the largest known size.
         limit = min(len(ranked), max(2, 2 * (points[-1][0] - num_rows)))
         best, best_rate = 0, _MIN_GAIN * num_rows / plain
         for size in [size for size in _SIZES if num_rows < size < num_rows + limit] + [
@@ -390,7 +393,7 @@ class AdaptiveDraftPlanner:
             rate = (num_rows + yields[count]) / _interpolated(points, size)
             if rate > best_rate:
                 best, best_rate = count, rate
-        if has_prompts:  # which take most of the step's time
+        if has_prompts:  # prompts dominate the step's time, so likely drafts are nearly free
             best = sum(chance >= 0.5 for chance, _ in ranked[:limit])
         for _, row in ranked[:best]:
             counts[row] += 1
@@ -403,7 +406,7 @@ def is_allowed(mask: bytes | None, token: int) -> bool:
 
 
 def forced_token(mask: bytes | None) -> int | None:
-    """The only token that a mask allows; None if there are more."""
+    """Return the only token that a mask allows; None if it does not allow exactly one."""
     if mask is None:
         return None
     bits = int.from_bytes(mask, "little")

@@ -1,12 +1,13 @@
-"""Where requests wait for the model they ask for.
+"""The queue of requests that wait for their model to be loaded.
 
-A request whose model is there goes through at once, and is refused, if it must be, before its
-client sees a header. One that waits becomes a reply whose first events say what is being done; a
-refusal is then its last event. Those that waited go on in the order they came.
+A request whose model is loaded passes at once; if it is rejected, the error is raised before the
+response headers are sent. A request that waits gets a reply whose first events report progress; a
+rejection is then its last event. Waiting requests continue in the order of arrival.
 """
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -14,21 +15,27 @@ from typing import TypeAlias
 
 from semantic.application.engine.model import LoadedModel
 from semantic.application.models.registry import ModelRegistry
-from semantic.domain.errors import GenerationTimeoutError, ModelSwapError, OverloadedError
+from semantic.domain.errors import (
+    GenerationTimeoutError,
+    ModelSwapError,
+    OverloadedError,
+    internal_error,
+)
 from semantic.domain.errors import SemanticError as Refusal
 from semantic.domain.events import Event, Failed, Finished, ModelProgress, Usage
 from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import Reply
 
+_log = logging.getLogger(__name__)
 _POLL_S = 0.05
-_MAX_TRIES = 20  # a model may go while a request is being prepared for it
+_MAX_TRIES = 20  # a model may be swapped out while a request is being prepared for it
 
 StartReply: TypeAlias = Callable[[], Awaitable[Reply]]
 
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """A request that waits."""
+    """A waiting request; `passed` resolves when it may continue, or holds its rejection."""
 
     name: str
     deadline: float
@@ -37,11 +44,11 @@ class _Ticket:
 
 
 class ModelGate:
-    """Lets requests through to the model they name. Used on the event loop's thread.
+    """Admits requests to the model they name. Used on the event loop's thread.
 
     Attributes:
-        timeout_s: The longest a request may wait, and the longest it may take.
-        on_refused: Is told of every reply that was refused.
+        timeout_s: Longest wait of a request for its model, and longest duration of a request.
+        on_refused: Called with the error of every rejected reply.
     """
 
     def __init__(self, models: ModelRegistry, *, max_waiting: int, timeout_s: float) -> None:
@@ -53,35 +60,38 @@ class ModelGate:
         self._watch: asyncio.Task[None] | None = None
 
     def model_for(self, name: str) -> LoadedModel:
-        """The model for a request that cannot wait; see `ModelRegistry.model_for`."""
+        """Return the model for a request that cannot wait; see `ModelRegistry.model_for`."""
         return self._models.model_for(name)
 
     async def model(self, name: str) -> LoadedModel:
-        """Wait for a model.
+        """Wait until a model is loaded, and return it.
 
         Raises:
             SemanticError: as for `reply`.
         """
-        while isinstance(admitted := self._models.admit(name), str):
+        while isinstance(admitted := await self._admit(name), str):
             await self._enter(name, admitted).passed
         return admitted
 
     async def reply(self, name: str, start: StartReply) -> Reply:
-        """Start a reply of the model that is named, now or when it is there.
+        """Start a reply once the named model is loaded.
+
+        If the model is not loaded, or other requests wait already, returns a reply that waits.
+        Such a reply ends with a `Failed` event for the errors below.
 
         Raises:
-            OverloadedError: too many wait.
-            GenerationTimeoutError: it did not come in time.
-            SemanticError: there is no such model, or what `start` raises.
+            OverloadedError: too many requests wait.
+            GenerationTimeoutError: the model was not loaded in time.
+            SemanticError: the model does not exist, or `start` raised this error.
         """
         try:
-            if self._waiting or isinstance(self._models.admit(name), str):
+            if self._waiting or isinstance(await self._admit(name), str):
                 return _WaitingReply(self, name, start)
             try:
                 return await start()
             except ModelSwapError:
-                # It may have gone while the request was prepared; if so there is one to wait for.
-                if isinstance(self._models.admit(name), str):
+                # The model may have been swapped out while the request was prepared: then wait.
+                if isinstance(await self._admit(name), str):
                     return _WaitingReply(self, name, start)
                 return await start()
         except Refusal as error:
@@ -89,8 +99,8 @@ class ModelGate:
             raise
 
     async def progress(self, name: str) -> AsyncGenerator[str, None]:
-        """Wait until a model is there, yielding now and then what is being done."""
-        admitted = self._models.admit(name)
+        """Wait until a model is loaded, regularly yielding a description of the progress."""
+        admitted = await self._admit(name)
         if isinstance(admitted, LoadedModel) and not self._waiting:
             return
         ticket = self._enter(name, admitted if isinstance(admitted, str) else "waiting")
@@ -101,6 +111,11 @@ class ModelGate:
             ticket.passed.result()
         finally:
             ticket.passed.cancel()
+
+    async def _admit(self, name: str) -> LoadedModel | str:
+        if not self._models.is_known(name):
+            await asyncio.to_thread(self._models.refresh)  # reads the disk
+        return self._models.admit(name)
 
     def _enter(self, name: str, progress: str) -> _Ticket:
         if len(self._waiting) >= self._max_waiting:
@@ -116,13 +131,13 @@ class ModelGate:
         return ticket
 
     async def _let_through(self) -> None:
-        """Let those go on whose model is there, the first first, until nobody waits."""
+        """Admit waiting requests whose model is loaded, in order, until the queue is empty."""
         while self._waiting:
             self._waiting = deque(ticket for ticket in self._waiting if not self._is_over(ticket))
             await asyncio.sleep(_POLL_S)
 
     def _is_over(self, ticket: _Ticket) -> bool:
-        """Whether a request need not wait any longer; it is told so."""
+        """Whether a request's wait is over; resolves its future if so."""
         if ticket.passed.done():
             return True
         try:
@@ -140,7 +155,7 @@ class ModelGate:
 
 
 class _WaitingReply:
-    """A reply that begins when its model is there."""
+    """A reply that starts when its model is loaded."""
 
     def __init__(self, gate: ModelGate, name: str, start: StartReply) -> None:
         self._gate = gate
@@ -150,7 +165,6 @@ class _WaitingReply:
         self._is_cancelled = False
 
     async def __aiter__(self) -> AsyncGenerator[Event, None]:
-        """Yield progress until it begins, then its events."""
         try:
             for _ in range(_MAX_TRIES):
                 told = ""
@@ -168,18 +182,23 @@ class _WaitingReply:
                     self._reply = await self._start()
                     break
                 except ModelSwapError:
-                    continue  # it went again while the request was prepared
+                    continue  # the model was swapped out again during preparation
             if self._reply is None:
                 self._reply = await self._start()
-        except Refusal as error:
-            self._gate.on_refused(error)
-            yield Failed(error)
+        except Exception as error:  # noqa: BLE001 - every reply has a final event
+            yield self._failed(error)
             return
         async for event in self._reply:
             yield event
 
+    def _failed(self, error: Exception) -> Failed:
+        if isinstance(error, Refusal):
+            self._gate.on_refused(error)
+            return Failed(error)
+        _log.error("failed to start a reply", exc_info=error)
+        return Failed(internal_error())
+
     def cancel(self) -> None:
-        """Stop waiting, or computing."""
         self._is_cancelled = True
         if self._reply is not None:
             self._reply.cancel()

@@ -1,11 +1,13 @@
-"""The model that is served, those that could be, and how one takes the other's place.
+"""The served model, the available models, and swaps between them.
 
-fetch and check the other model; this one still serves, and a refusal costs nobody anything
-stop admitting: requests wait at the gate
-let what runs end, for `drain_s` at most; the rest is sealed and answered with an error
-write what agents left behind, drop it from memory, drop the weights
-load; where that fails, load the model before it again and say why
-admit
+A swap has these steps:
+
+1. Fetch and check the new model. The old one still serves, so a failure here affects no request.
+2. Stop admitting: new requests wait at the gate.
+3. Drain for up to `drain_s`; then seal the KV cache of the remaining requests and fail them.
+4. Flush the KV cache to disk, drop it from memory, and drop the weights.
+5. Load the new model. If that fails, load the old one again and report the reason.
+6. Admit requests.
 """
 
 import functools
@@ -35,20 +37,20 @@ from semantic.ports.inbound import ModelState, ModelStatus
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.05
-_TICK_S = 0.5  # how often it is seen whether a model is idle
+_TICK_S = 0.5  # interval of the check for an idle model
 
 LoadModel: TypeAlias = Callable[[ModelEntry, OnProgress], LoadedModel]
 
 
 @dataclass(frozen=True, slots=True)
 class SwapPolicy:
-    """When models are swapped and dropped.
+    """When models are swapped and unloaded.
 
     Attributes:
-        drain_s: How long requests that run may take to end before a swap.
-        swap_on_request: A request that names another model on this machine gets it.
-        min_residence_s: For how long a model stays at least before a request may replace it.
-        keep_alive_s: A model that nobody has asked for this long is unloaded; 0 keeps it.
+        drain_s: Time that running requests get to end before a swap.
+        swap_on_request: Whether a request that names another model on this machine loads it.
+        min_residence_s: Minimum time a model stays loaded before a request may replace it.
+        keep_alive_s: Idle time after which a model is unloaded; 0 disables this.
     """
 
     drain_s: float = 30.0
@@ -59,13 +61,13 @@ class SwapPolicy:
 
 @dataclass(frozen=True, slots=True)
 class SwapReport:
-    """What came of a swap.
+    """Result of a swap.
 
     Attributes:
-        previous: Which model was served before; None if there was none.
-        model: Which one is now; None if it was only unloaded.
-        seconds: How long it took from the moment requests had to wait.
-        num_cut: Requests that were ended early.
+        previous: Id of the model served before; None if none was loaded.
+        model: Id of the model served now; None after an unload.
+        seconds: Time during which requests had to wait.
+        num_cut: Number of requests that were ended early.
     """
 
     previous: str | None
@@ -76,9 +78,9 @@ class SwapReport:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A swap that was asked for; `target` is None where the model is only unloaded.
+    """A requested swap; `target` is None for an unload.
 
-    Until it `is_exchanging`, the other model is fetched and checked, and this one serves.
+    Until `is_exchanging` is set, the new model is fetched and checked while the old one serves.
     """
 
     target: ModelEntry | None
@@ -89,7 +91,7 @@ class _Job:
 
 
 class ModelRegistry:
-    """One device's models. Safe on any thread; nothing here waits but its own thread."""
+    """The models of one device. Thread-safe; swaps run on the registry's own thread."""
 
     def __init__(
         self,
@@ -102,16 +104,16 @@ class ModelRegistry:
         names: ModelNames | None = None,
         feed: EventFeed | None = None,
     ) -> None:
-        """Prepare.
+        """Create the registry; `start` starts its thread.
 
         Args:
-            device: Where models run; it loads the first one by itself.
-            source: Finds models.
-            load: Loads one, on the device's thread.
+            device: Runs the models; it loads the first one by itself.
+            source: Finds and fetches models.
+            load: Loads a model; called on the device thread.
             first: The model that the device loads at its start.
-            backend_name: What runs them.
-            names: Aliases.
-            feed: Is told of every step of a swap.
+            backend_name: Name of the backend that runs the models.
+            names: Model aliases; None for the default ones.
+            feed: Receives an event for every step of a swap; None disables the events.
         """
         self.policy = SwapPolicy()
         self._device = device
@@ -122,6 +124,7 @@ class ModelRegistry:
         self._feed = feed
         self._lock = threading.RLock()
         self._current = first
+        self._on_disk: tuple[ModelEntry, ...] = ()  # what `refresh` found last
         self._since = time.monotonic()
         self._created_at = time.time()
         self._job: _Job | None = None
@@ -129,17 +132,17 @@ class ModelRegistry:
         self._thread = threading.Thread(target=self._run, name="semantic-models", daemon=True)
 
     def start(self) -> None:
-        """Begin to take swaps and to look after idle models."""
+        """Start the thread that performs swaps and unloads idle models."""
         self._thread.start()
 
     def request_stop(self) -> None:
-        """End the thread; a swap that is under way fails as the device stops."""
+        """Ask the thread to end; a swap in progress fails when the device stops."""
         self._jobs.put(None)
 
-    # -- what there is --------------------------------------------------------------------------
+    # -- models ---------------------------------------------------------------------------------
 
     def current(self) -> ModelStatus:
-        """The model that is served, is on its way, or was served last."""
+        """Return the model that is served, is being loaded, or was served last."""
         with self._lock:
             job, entry, state = self._job, self._current, self._device.state
             if job is None or self._is_serving():
@@ -147,13 +150,14 @@ class ModelRegistry:
             model, target = self._device.model, job.target
             if target is not None and (model is None or model.id == target.id):
                 entry = target
-            # Requests wait, as they do not at the start; so does the next swap.
+            # Not LOADING: requests and the next swap wait, unlike while the first model loads.
             return self._status(entry, ModelState.SWAPPING, self._device.detail)
 
     def models(self) -> tuple[ModelStatus, ...]:
-        """All models: the current one, the one on its way, and those on disk. Reads the disk."""
+        """Return the current model, the one being loaded, and those on disk. Reads the disk."""
         current = self.current()
-        found = {entry.id: entry for entry in self._source.entries()}
+        self.refresh()
+        found = {entry.id: entry for entry in self._on_disk}
         with self._lock:
             target = self._job.target if self._job else None
         if target is not None:
@@ -171,14 +175,17 @@ class ModelRegistry:
         )
 
     def find(self, name: str) -> ModelStatus:
-        """The model that a name stands for: its own or an alias; empty is the current one.
+        """Return the model with this id or alias; an empty name is the current model.
+
+        Reads the disk.
 
         Raises:
-            ModelNotFoundError: there is none of this name.
+            ModelNotFoundError: no model has this name.
         """
         current = self.current()
         if self._names.is_any(name) or name == current.id:
             return current
+        self.refresh()
         wanted = self._entry(name).id
         return next(status for status in self.models() if status.id == wanted)
 
@@ -199,20 +206,36 @@ class ModelRegistry:
             fits=entry.fits,
         )
 
-    # -- who may pass ---------------------------------------------------------------------------
+    def refresh(self) -> None:
+        """Read the list of models on disk; slow, and holds no lock meanwhile."""
+        self._on_disk = tuple(self._source.entries())
+
+    # -- admission ------------------------------------------------------------------------------
+
+    def is_known(self, name: str) -> bool:
+        """Whether `admit` can resolve a name without another `refresh`."""
+        with self._lock:
+            target = self._job.target if self._job else None
+            entries = [entry for entry in (self._current, target, *self._on_disk) if entry]
+        source = self._names.source(name)
+        if not name or any(source in (entry.id, entry.source) for entry in entries):
+            return True
+        return self._names.is_any(name) and not self.policy.swap_on_request
 
     def admit(self, name: str) -> LoadedModel | str:
-        """The model for a request that names one, or what it waits for; may begin a swap.
+        """Return the model for a request, or a description of what the request waits for.
+
+        May start a swap. Reads no disk: it knows the models that `refresh` found last.
 
         Raises:
-            ModelNotFoundError: there is no such model, or requests may not have it loaded.
-            ModelSwapError: no model is served: the first is loading, or the device is not well.
+            ModelNotFoundError: the model does not exist, or requests may not load it.
+            ModelSwapError: no model is served: the first one is loading, or the device failed.
             DrainingError: the server is shutting down.
         """
         with self._lock:
             job, state = self._job, self._device.state
             if job is None and state not in (ModelState.READY, ModelState.UNLOADED):
-                return self._device.ready_model()  # which says why there is none
+                return self._device.ready_model()  # raises the reason
             wanted = self._wanted(name)
             if self._is_serving() and wanted.id == self._current.id:
                 return self._device.ready_model()
@@ -226,10 +249,10 @@ class ModelRegistry:
             return self._progress()
 
     def model_for(self, name: str) -> LoadedModel:
-        """The model for a request that cannot wait.
+        """Return the model for a request that cannot wait.
 
         Raises:
-            ModelSwapError: it is not there now.
+            ModelSwapError: the model is not loaded now.
             ModelNotFoundError, DrainingError: as for `admit`.
         """
         admitted = self.admit(name)
@@ -242,7 +265,6 @@ class ModelRegistry:
         return self._device.state is ModelState.READY and not is_leaving
 
     def _wanted(self, name: str) -> ModelEntry:
-        """The model that a request asks for, if it may have it."""
         current = self._current
         if not name or self._names.source(name) in (current.id, current.source):
             return current
@@ -265,13 +287,8 @@ class ModelRegistry:
         return entry
 
     def _entry(self, name: str) -> ModelEntry:
-        """A model on this machine.
-
-        Raises:
-            ModelNotFoundError: there is none of this name; says which are served.
-        """
         source = self._names.source(name)
-        for entry in (self._current, *self._source.entries()):
+        for entry in (self._current, *self._on_disk):
             if source in (entry.id, entry.source):
                 return entry
         raise ModelNotFoundError(
@@ -283,12 +300,15 @@ class ModelRegistry:
     # -- swaps ----------------------------------------------------------------------------------
 
     def swap(self, name: str, drain_s: float | None = None) -> Future[SwapReport]:
-        """Serve another model; one that is not on this machine is fetched first.
+        """Start a swap to another model, which is fetched first if it is not on this machine.
+
+        Returns the future of a swap to the same model if one is in progress.
 
         Raises:
-            ModelNotFoundError: there is none of this name.
-            ConflictError: another swap is under way.
-            ModelSwapError: the device cannot take one now.
+            ModelNotFoundError: no model has this name.
+            ConflictError: a swap to another model is in progress.
+            ModelSwapError: the first model is still loading, or the device hangs.
+            DrainingError: the server is shutting down.
         """
         entry = self._fetchable(name)
         with self._lock:
@@ -301,15 +321,16 @@ class ModelRegistry:
             return self._begin(entry, drain_s).done
 
     def load(self, name: str) -> Future[SwapReport]:
-        """Load a model where none is; empty is the one that was served last.
+        """Load a model while none is loaded; an empty name is the one served last.
 
         Raises:
-            ConflictError: another one is loaded, or a swap is under way.
-            ModelNotFoundError, ModelSwapError: as for `swap`.
+            ConflictError: another model is loaded, or a swap is in progress.
+            ModelNotFoundError, ModelSwapError, DrainingError: as for `swap`.
         """
+        wanted = self._fetchable(name)
         with self._lock:
             loaded = self._device.model
-            if loaded is not None and self._fetchable(name).id != loaded.id:
+            if loaded is not None and wanted.id != loaded.id:
                 raise ConflictError(
                     f"{loaded.id!r} is loaded, and there is one model at a time; "
                     "use /admin/models/swap.",
@@ -318,11 +339,11 @@ class ModelRegistry:
             return self.swap(name)
 
     def unload(self, drain_s: float | None = None) -> Future[SwapReport]:
-        """Drop the model; the next request for it loads it again.
+        """Unload the model; the next request for it loads it again.
 
         Raises:
-            ConflictError: a swap is under way.
-            ModelSwapError: the device cannot do that now.
+            ConflictError: a swap is in progress.
+            ModelSwapError, DrainingError: as for `swap`.
         """
         with self._lock:
             self._require_settled()
@@ -333,6 +354,7 @@ class ModelRegistry:
     def _fetchable(self, name: str) -> ModelEntry:
         if self._names.is_any(name) or name == self._current.id:
             return self._current
+        self.refresh()
         try:
             return self._entry(name)
         except ModelNotFoundError:
@@ -351,7 +373,6 @@ class ModelRegistry:
         return job
 
     def _progress(self) -> str:
-        """What is being done, for people."""
         with self._lock:
             job = self._job
             if job is None:
@@ -360,7 +381,7 @@ class ModelRegistry:
             state, detail = job.told
             return f"model {name}: {detail or state or 'queued'}"
 
-    # -- the thread -----------------------------------------------------------------------------
+    # -- swap thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -383,7 +404,7 @@ class ModelRegistry:
     def _perform(self, job: _Job) -> None:
         try:
             report = self._exchange(job)
-        except Exception as error:  # noqa: BLE001 - whoever asked hears of it, and others go on
+        except Exception as error:  # noqa: BLE001 - goes to the job's future; the thread continues
             if not isinstance(error, SemanticError):
                 _log.exception("a swap failed")
                 error = ModelSwapError(f"the swap failed: {error!r}")
@@ -420,7 +441,7 @@ class ModelRegistry:
     def _bring_back(
         self, job: _Job, previous: ModelEntry | None, error: SemanticError
     ) -> SemanticError:
-        """Load the model that was there before, and say why."""
+        """Load the previous model again; returns the error to report for the failed swap."""
         name = job.target.id if job.target else "the model"
         message = f"{name} could not be loaded: {error.message.rstrip('.')}"
         load = functools.partial(self._load, previous) if previous else None
@@ -434,7 +455,7 @@ class ModelRegistry:
         return ModelSwapError(message)
 
     def _follow(self, job: _Job, done: Future[int]) -> int:
-        """Wait for the device, telling what it does."""
+        """Wait for the device, publishing its progress."""
         while True:
             try:
                 return done.result(_POLL_S)

@@ -1,4 +1,4 @@
-"""Settings that may change while the server runs, and where each of them takes effect."""
+"""Settings that may change while the server runs, and the components that apply them."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -16,7 +16,7 @@ Value: TypeAlias = float | int | str | bool | None
 
 @dataclass(frozen=True, slots=True)
 class RuntimeSettings:
-    """The settings as they are now; named and measured as at the start."""
+    """Current values, with the names and units of the start-up settings."""
 
     batch_window_ms: float
     target_step_ms: float | None
@@ -50,7 +50,10 @@ _DISK = {"disk_budget_mb": "budget_bytes", "write_queue_mb": "queue_bytes"}
 
 
 class Runtime:
-    """Reads and changes them. Safe on any thread; a change waits for the device's next step."""
+    """Reads and changes runtime settings.
+
+    Thread-safe; a change of the memory budget waits until the device has applied it.
+    """
 
     def __init__(
         self,
@@ -61,15 +64,15 @@ class Runtime:
         set_memory: Callable[[int], None],
         set_log_level: Callable[[str], None],
     ) -> None:
-        """Begin with what the server was started with.
+        """Start with the settings the server was started with.
 
         Args:
-            settings: What that was.
-            device: Takes limits, and another budget of memory.
-            models: Takes a policy.
-            disk: Takes other budgets; None if nothing is kept there.
-            set_memory: Notes the budget for a store that is made later, in bytes.
-            set_log_level: Changes what is logged.
+            settings: Initial values.
+            device: Applies engine limits and the memory budget.
+            models: Applies the swap policy.
+            disk: Applies disk budgets; None if nothing is stored on disk.
+            set_memory: Sets the memory budget, in bytes, of stores created later.
+            set_log_level: Sets the log level.
         """
         self._settings = settings
         self._device = device
@@ -79,15 +82,15 @@ class Runtime:
         self._set_log_level = set_log_level
 
     def read(self) -> RuntimeSettings:
-        """The settings as they are now."""
+        """Return the current settings."""
         return self._settings
 
     def change(self, changes: Mapping[str, Value]) -> RuntimeSettings:
-        """Use other settings from now on.
+        """Change settings and return all of them; the engine applies limits from its next step on.
 
         Raises:
-            ConflictError: running requests hold more memory than they would be left.
-            ModelSwapError: the device does not answer.
+            ConflictError: running requests use more memory than the new budget.
+            ModelSwapError: the device did not apply the memory budget in time.
         """
         wanted = replace(self._settings, **changes)  # type: ignore[arg-type]  # checked at the edge
         if "memory_budget_mb" in changes:

@@ -1,6 +1,6 @@
-"""Calls that can be read only once they are complete: Qwen's XML, Python's and Gemma's notation.
+"""Parsers for calls that must be complete to be read: Qwen's XML, Python's and Gemma's notation.
 
-Each reader returns None for what is malformed or calls an unknown tool.
+Each parser returns None if the text is malformed or calls an unknown tool.
 """
 
 import ast
@@ -40,7 +40,11 @@ _VALUE_END = QwenTag.PARAMETER_END
 
 
 def function_end(text: str, start: int) -> int:
-    """Where the function ends; a value may hold the closing tag, so one must close before it."""
+    """Return the index after the function's closing tag; -1 if it is not there yet.
+
+    A value may contain the closing tag. So the tag counts only right after the end of a parameter
+    or after the opening tag of the function.
+    """
     at = text.find(_END, max(0, start))
     while at >= 0:
         before = text[:at].rstrip()
@@ -56,7 +60,7 @@ def _opens_function(text: str) -> bool:
 
 
 def xml_calls(text: str, tools: Tools) -> Calls | None:
-    """Read one function; None if it is malformed or unknown."""
+    """Parse one function in Qwen's XML; None if it is malformed or unknown."""
     match = _FUNCTION.match(text)
     if match is None or match[1].strip() not in tools:
         return None
@@ -77,7 +81,7 @@ def xml_calls(text: str, tools: Tools) -> Calls | None:
 
 
 def _value_end(text: str) -> int:
-    """The closing tag that is followed by another parameter or by nothing."""
+    """Return the index of the closing tag that another parameter, or nothing, follows."""
     at = text.find(_VALUE_END)
     while at >= 0:
         after = text[at + len(_VALUE_END) :].lstrip()
@@ -94,12 +98,12 @@ def _types(tool: ToolSpec) -> Mapping[str, JsonValue]:
 
 
 def _value(text: str, kind: JsonValue) -> JsonValue:
-    """A value is text by its schema, else JSON if it can be read as such."""
+    """Return text if the schema's type is a string or the value is not JSON, else the JSON."""
     text = text.removeprefix("\n").removesuffix("\n")
     return text if kind == "string" else _json_or_text(text)
 
 
-# -- Python: [f(a=1), g(b="x")], read as syntax and never executed ----------------------------
+# -- Python: [f(a=1), g(b="x")], parsed and never executed ------------------------------------
 
 _MAX_LENGTH = 200_000
 _NAMES: Mapping[str, bool | None] = {"true": True, "false": False, "null": None}
@@ -107,7 +111,7 @@ _NOTABLE = re.compile(r"""[\[\](){}"'\\]""")
 
 
 class BracketEnd:
-    """Finds where the bracket that begins a text closes; looks at each character once."""
+    """Finds the closing bracket of a text that streams; scans each character once."""
 
     def __init__(self) -> None:
         self._at = -1
@@ -115,7 +119,10 @@ class BracketEnd:
         self._quote = ""
 
     def __call__(self, text: str, start: int) -> int:
-        """The end of the bracket that opens at or after `start` of the first call; -1 if open."""
+        """Return the index after the closing bracket; -1 if it is not there yet.
+
+        Scans from the `start` of the first call, and later from where it stopped.
+        """
         self._at = max(self._at, start)
         while match := _NOTABLE.search(text, self._at):
             char, at = match[0], match.start()
@@ -132,7 +139,7 @@ class BracketEnd:
         return -1
 
     def _count(self, char: str) -> bool:
-        """Take a bracket or quote into account; True if everything is closed by it."""
+        """Count a bracket or quote; True if it closes the outermost bracket."""
         if self._quote:
             self._quote = "" if char == self._quote else self._quote
         elif char in "\"'":
@@ -146,7 +153,7 @@ class BracketEnd:
 
 
 def python_calls(text: str, tools: Tools) -> Calls | None:
-    """Read a list of calls, or calls one a line; None if that is not what it is."""
+    """Parse a list of calls, or one call per line; None if it is malformed or unknown."""
     if len(text) > _MAX_LENGTH:
         return None
     try:
@@ -160,11 +167,11 @@ def python_calls(text: str, tools: Tools) -> Calls | None:
 
 def _call_nodes(statement: ast.stmt) -> list[ast.expr]:
     if not isinstance(statement, ast.Expr):
-        raise ValueError("not an expression")  # noqa: TRY004 - all that is wrong is one error here
+        raise ValueError("not an expression")  # noqa: TRY004 - all errors are ValueError here
     value = statement.value
     if isinstance(value, ast.List | ast.Tuple):
         return value.elts
-    # Gemma likes to print what a call returns.
+    # Gemma often wraps a call in print().
     if isinstance(value, ast.Call) and _name(value) == "print" and len(value.args) == 1:
         return value.args
     return [value]
@@ -221,7 +228,7 @@ _MAX_DEPTH = 64
 
 
 def gemma_call(text: str, quote: str, tools: Tools) -> Calls | None:
-    """Read one call; None if it is malformed or unknown."""
+    """Parse one call in Gemma's notation; None if it is malformed or unknown."""
     match = _CALL.match(text)
     if match is None or match[1] not in tools:
         return None
@@ -234,7 +241,7 @@ def gemma_call(text: str, quote: str, tools: Tools) -> Calls | None:
 
 
 class _Reader:
-    """Recursive descent; a malformed text raises ValueError or IndexError."""
+    """Recursive descent parser; raises ValueError or IndexError if the text is malformed."""
 
     def __init__(self, text: str, at: int, quote: str) -> None:
         self._text, self.at, self._quote = text, at, quote
@@ -248,7 +255,7 @@ class _Reader:
         return values
 
     def _items(self, start: str, end: str) -> Iterator[None]:
-        """Stop before each item between brackets, which the caller reads."""
+        """Yield before each item between brackets; the caller reads the item."""
         self._pass(start)
         while self._peek() != end:
             yield

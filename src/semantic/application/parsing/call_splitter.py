@@ -1,4 +1,4 @@
-"""Finding tool calls in a reply's text."""
+"""Finds tool calls in a reply's text."""
 
 import enum
 import json
@@ -16,45 +16,68 @@ from semantic.application.parsing.call_syntax import (
 )
 from semantic.application.parsing.json_arguments import JsonArguments
 from semantic.application.parsing.splitter import PendingText, Splitter
-from semantic.domain.chat import ToolSpec
+from semantic.domain.chat import JsonObject, ToolSpec
 from semantic.domain.events import Event, TextDelta, ToolCallDelta, ToolCallEnded, ToolCallStarted
 from semantic.domain.reply_format import CALL_MARKERS, ToolFormat
 from semantic.domain.sampling import num_undecided
 
 
 class CallNumbers:
-    """Numbers the calls of one reply and gives them ids."""
+    """Creates the events of one reply's tool calls, with their index and id."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
         self.num_calls = 0
 
     def start(self, name: str) -> ToolCallStarted:
-        """Begin the next call."""
+        """Return the event that begins the next call."""
         self.num_calls += 1
         return ToolCallStarted(self.num_calls - 1, self._new_id(), name)
 
     def delta(self, arguments: str) -> list[Event]:
-        """More of the arguments of the call begun last."""
+        """Return an event with more arguments of the current call; none if they are empty."""
         return [ToolCallDelta(self.num_calls - 1, arguments)] if arguments else []
 
     def end(self) -> ToolCallEnded:
-        """End the call begun last."""
+        """Return the event that ends the current call."""
         return ToolCallEnded(self.num_calls - 1)
 
     def read(
         self, arguments: JsonArguments, pending: PendingText, size: int, *, is_final: bool
     ) -> list[Event]:
-        """Read on in the arguments of the call begun last, which end it where they end or break."""
+        """Read more arguments of the current call; ends the call at their end or a syntax error.
+
+        Args:
+            arguments: Parses the arguments.
+            pending: Text to read from; characters that were read are dropped.
+            size: How many characters of it may belong to the arguments.
+            is_final: No more text follows, so open brackets and strings are closed.
+        """
         used, given = arguments.feed(pending.text[:size], is_final=is_final)
         pending.drop(used)
         if arguments.is_broken or (is_final and not arguments.is_done):
             given += arguments.close()
         return [*self.delta(given), *([self.end()] if arguments.is_done else [])]
 
+    def read_cut(self, arguments: JsonArguments, pending: PendingText) -> list[Event]:
+        """Read the rest of a reply that was cut off inside the arguments.
+
+        The call gets no end event, unless its arguments are complete. Undecided text, such as an
+        incomplete key, is dropped.
+        """
+        events = self.read(arguments, pending, len(pending.text), is_final=False)
+        if not arguments.is_done:
+            pending.drop(len(pending.text))
+        return events
+
     def whole(self, name: str, arguments: str) -> list[Event]:
-        """A call that is complete."""
+        """Return the events of a complete call."""
         return [self.start(name), *self.delta(arguments), self.end()]
+
+    def cut(self, name: str, arguments: JsonObject) -> list[Event]:
+        """Return the events of a call that was cut off, with its complete arguments."""
+        written = json.dumps(arguments, ensure_ascii=False)
+        return [self.start(name), *self.delta(written.removesuffix("}"))]
 
 
 class _State(enum.Enum):
@@ -66,24 +89,40 @@ class _State(enum.Enum):
 
 
 class CallSplitter(Splitter):
-    """Splits tool calls off, by one family's markers and syntax.
+    """Separates tool calls from text, with the markers and syntax of one model family.
 
-    Whitespace between text and calls belongs to neither, so no empty text stands beside a call.
+    Whitespace between text and calls is dropped, so no blank text precedes or follows a call.
     """
 
     def __init__(
-        self, tool_format: ToolFormat, tools: Sequence[ToolSpec], numbers: CallNumbers
+        self,
+        tool_format: ToolFormat,
+        tools: Sequence[ToolSpec],
+        numbers: CallNumbers,
+        *,
+        must_call: bool = False,
     ) -> None:
+        """Start in the state for text.
+
+        Args:
+            tool_format: The model family's notation for calls.
+            tools: The tools that may be called.
+            numbers: Creates the events of the reply's calls.
+            must_call: The reply must be a call; so a cut-off reply that begins like one is dropped
+                instead of emitted as text.
+        """
         super().__init__()
+        self._must_call = must_call
+        self._is_surely_call = False  # if the reply is cut off in the head, drop it
         self._markers = CALL_MARKERS[tool_format]
         self._syntax = SYNTAXES[tool_format]
         self._tools = {tool.name: tool for tool in tools}
         self._numbers = numbers
         self._state = _State.TEXT
-        self._leading = self._syntax.leading  # what may begin a call here besides the marker
+        self._leading = self._syntax.leading  # begins a call here without the marker
         self._is_after_call = False
         self._opened = 0  # where the head of the call begins in the pending text
-        self._rejected = 0  # how much is text if it is no call
+        self._rejected = 0  # how many characters become text if this is not a call
         self._block: BlockCall | None = None
         self._scanned = 0
         self._arguments = JsonArguments()
@@ -117,19 +156,22 @@ class CallSplitter(Splitter):
             gap = start - sum(len(delta.text) for delta in given)
             self._rejected = gap + max(size, 1)
             self._opened = gap + size
+            self._is_surely_call = bool(size or self._numbers.num_calls or self._must_call)
             self._state = _State.HEAD
             return [*given]
         text = self._pending.text
-        if is_final:
+        may_begin_call = not is_final or (self._is_cut and self._must_call)
+        if not may_begin_call:
             return [*self._give(len(text))]
         stripped = text.lstrip()
         if self._leading.startswith(stripped):
-            return []
+            return self._abandon() if is_final else []
         held = num_undecided(text, (self._markers.start,))
-        return [*self._give(len(text[: len(text) - held].rstrip()))]
+        given = self._give(len(text[: len(text) - held].rstrip()))
+        return [*given, *(self._abandon() if is_final else [])]
 
     def _find_opener(self) -> tuple[int, int] | None:
-        """Where a call may begin, and how much of that is not part of its head."""
+        """Return where a call may begin, and the length of the marker before its head."""
         text = self._pending.text
         stripped = text.lstrip()
         if self._leading and stripped.startswith(self._leading):
@@ -149,7 +191,9 @@ class CallSplitter(Splitter):
         try:
             head = self._syntax.head(cursor, self._tools)
         except NeedMore:
-            return self._reject() if is_final else []
+            if not is_final:
+                return []
+            return self._abandon() if self._is_cut and self._is_surely_call else self._reject()
         except NoCall:
             return self._reject()
         if isinstance(head, BlockCall):
@@ -166,21 +210,29 @@ class CallSplitter(Splitter):
                 return self._numbers.whole(name, "{}")
 
     def _reject(self) -> list[Event]:
-        """It was no call: its beginning is text, and what follows is looked at again."""
+        """Emit the beginning of what is not a call as text; the rest is scanned again."""
         self._state = _State.TEXT
         return [*self._give(self._rejected)]
 
-    # -- calls that are read when complete ------------------------------------------------------
+    def _abandon(self) -> list[Event]:
+        """Drop a call that was cut off before its name was complete."""
+        self._pending.drop(len(self._pending.text))
+        self._state = _State.TEXT
+        return []
+
+    # -- calls that are parsed when complete ----------------------------------------------------
 
     def _read_block(self, is_final: bool) -> list[Event]:
         text, block = self._pending.text, self._block
         if block is None:
             return self._reject()
         end = block.find_end(text, self._scanned)
+        if end < 0 and is_final and self._is_cut:
+            return self._read_cut_block(block)
         if end < 0 and is_final and block.is_ended_by_reply:
             end = len(text)
         if end < 0:
-            # A closing text may have begun at the end of what is there.
+            # The pending text may end with the beginning of a closing marker.
             self._scanned = max(self._opened, len(text) - 32)
             return self._reject() if is_final else []
         calls = block.parse(text[self._opened : end], self._tools)
@@ -196,17 +248,29 @@ class CallSplitter(Splitter):
             events += self._numbers.whole(name, json.dumps(arguments, ensure_ascii=False))
         return events
 
+    def _read_cut_block(self, block: BlockCall) -> list[Event]:
+        found = block.read_cut(self._pending.text[self._opened :], self._tools)
+        if found is None:
+            return self._abandon() if self._must_call else self._reject()
+        calls, is_last_cut = found
+        whole, last = (calls[:-1], calls[-1:]) if is_last_cut else (calls, [])
+        self._abandon()
+        return [*self._whole(whole), *(e for call in last for e in self._numbers.cut(*call))]
+
     # -- calls that are streamed ----------------------------------------------------------------
 
     def _read_arguments(self, is_final: bool) -> list[Event]:
         size = len(self._pending.text)
-        events = self._numbers.read(self._arguments, self._pending, size, is_final=is_final)
+        if is_final and self._is_cut:
+            events = self._numbers.read_cut(self._arguments, self._pending)
+        else:
+            events = self._numbers.read(self._arguments, self._pending, size, is_final=is_final)
         if self._arguments.is_done:
             self._state = _State.TEXT if self._arguments.is_broken else _State.TAIL
         return events
 
     def _tail(self, is_final: bool) -> list[Event]:
-        """Pass over what ends a call, once it is known what follows."""
+        """Drop the end marker of a call, once enough text has come in to recognise it."""
         text, closer = self._pending.text, self._markers.end
         stripped = text.lstrip(self._syntax.junk)
         if closer and stripped.startswith(closer):
@@ -214,7 +278,7 @@ class CallSplitter(Splitter):
         elif closer.startswith(stripped):
             if not is_final:
                 return []
-            stripped = ""  # the reply was cut in the middle of what ends the call
+            stripped = ""  # the reply ended inside the end marker
         self._pending.drop(len(text) - len(stripped))
         self._leading = self._syntax.again
         self._is_after_call = True

@@ -1,7 +1,8 @@
-"""How each family begins, ends and separates its tool calls."""
+"""How each model family begins, ends and separates its tool calls."""
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -22,18 +23,18 @@ _SPACE = " \t\r\n"
 
 
 class NeedMore(Exception):  # noqa: N818 - a state, not an error
-    """What is there fits so far."""
+    """Raised if the text is valid so far and more is needed to decide."""
 
 
 class NoCall(Exception):  # noqa: N818 - a finding, not an error
-    """Raised where what looked like a call turns out to be text."""
+    """Raised if text that looked like a call is not one."""
 
 
 class Cursor:
-    """A place in a text.
+    """A position in a text.
 
-    Every method raises `NeedMore` at the text's end, so no answer depends on how much of it has
-    come in yet.
+    Every method raises `NeedMore` at the end of the text, so no result depends on how much text has
+    arrived.
     """
 
     def __init__(self, text: str, at: int = 0) -> None:
@@ -41,18 +42,18 @@ class Cursor:
         self.at = at
 
     def peek(self) -> str:
-        """The next character."""
+        """Return the next character without passing over it."""
         if self.at >= len(self._text):
             raise NeedMore
         return self._text[self.at]
 
     def space(self) -> None:
-        """Pass over whitespace, up to something else."""
+        """Pass over whitespace, up to the next other character."""
         while self.peek() in _SPACE:
             self.at += 1
 
     def literal(self, text: str) -> None:
-        """Pass over exactly this."""
+        """Pass over `text`; raises `NoCall` if something else follows."""
         for char in text:
             if self.peek() != char:
                 raise NoCall
@@ -64,7 +65,10 @@ class Cursor:
         return self.until('"')
 
     def until(self, stops: str) -> str:
-        """Read up to one of these characters and pass over it."""
+        """Read up to one of these characters, and pass over it.
+
+        Raises `NoCall` at a backslash or line break, and if the result would be too long.
+        """
         start = self.at
         while self.peek() not in stops:
             if self._text[self.at] in "\\\n" or self.at - start > _MAX_STRING:
@@ -88,19 +92,75 @@ class EmptyCall:
     name: str
 
 
+_MAX_REPAIRS = 8
+
+
 @dataclass(frozen=True, slots=True)
-class BlockCall:
-    """Calls that can be read only once they are complete.
+class Repair:
+    """How to complete a block of calls that was cut off: truncate it and close it.
 
     Attributes:
-        find_end: Where the block ends, given the text and where to look from; -1 if not yet.
-        parse: Reads the block; None if it holds no calls.
-        is_ended_by_reply: The end of the reply ends the block too.
+        places: Matches where the block may be truncated: after the match, but before a comma or
+            line break.
+        closers: Texts that may close the block there, each with whether its last call counts as
+            cut off.
+    """
+
+    places: re.Pattern[str]
+    closers: tuple[tuple[str, bool], ...]
+
+    def attempts(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Yield completed blocks, longest first, each with whether its last call is cut off.
+
+        Tries the last few places and the first one only, since the first attempt mostly succeeds.
+        """
+        found = list(self.places.finditer(text))
+        for match in (*found[: -_MAX_REPAIRS - 1 : -1], *found[:1]):
+            kept = text[: match.start() if match[0] in ",\n" else match.end()]
+            for closer, is_last_cut in self.closers:
+                yield kept + closer, is_last_cut
+
+
+_PYTHON_REPAIR = Repair(re.compile(r"[,(]"), ((")]", True), ("]", False)))
+_CODE_REPAIR = Repair(re.compile(r"[,(\n]"), ((")", True), ("))", True), ("", False)))
+_GEMMA_REPAIR = Repair(re.compile(r"[,{]"), (("}", True),))
+_XML_REPAIR = Repair(
+    re.compile(rf"{QwenTag.PARAMETER_END}|\A\s*{QwenTag.FUNCTION}[^>\n]+>"),
+    ((QwenTag.FUNCTION_END, True),),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """Calls that can be parsed only once they are complete.
+
+    Attributes:
+        find_end: Returns the end of the block, given the text and where to start; -1 if not found.
+        parse: Parses the block; None if it contains no valid calls.
+        is_ended_by_reply: The end of the reply also ends the block.
+        repair: How to complete a block that was cut off; None if that is not possible.
     """
 
     find_end: Callable[[str, int], int]
     parse: Callable[[str, Tools], Calls | None]
     is_ended_by_reply: bool = False
+    repair: Repair | None = None
+
+    def read_cut(self, text: str, tools: Tools) -> tuple[Calls, bool] | None:
+        """Parse the complete part of a block that was cut off.
+
+        Returns:
+            The calls, and whether the last one is cut off; an empty list if no call is certain;
+            None if this is not a block of calls.
+        """
+        if (calls := self.parse(text, tools)) is not None:
+            return calls, False
+        if self.repair is None:
+            return ([], False) if text.lstrip().startswith("{") else None
+        for completed, is_last_cut in self.repair.attempts(text):
+            if calls := self.parse(completed, tools):
+                return calls, is_last_cut
+        return None
 
 
 Head: TypeAlias = StreamedCall | EmptyCall | BlockCall
@@ -108,13 +168,14 @@ Head: TypeAlias = StreamedCall | EmptyCall | BlockCall
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How calls are read between the markers of `CALL_MARKERS`.
+    """How to parse calls between the markers of `CALL_MARKERS`.
 
     Attributes:
-        head: Reads what follows the start marker.
-        leading: Begins a call without the marker as the first thing of a reply; part of the head.
-        again: Begins another call right after one; part of the head.
-        junk: Characters of no meaning between the arguments and the end marker.
+        head: Parses the beginning of a call, after the start marker.
+        leading: Text that begins a call without the marker at the start of a reply; part of the
+            head.
+        again: Text that begins another call directly after one; part of the head.
+        junk: Meaningless characters between the arguments and the end marker.
     """
 
     head: Callable[[Cursor, Tools], Head]
@@ -134,7 +195,7 @@ def _known(name: str, tools: Tools) -> str:
 
 
 def _json_head(cursor: Cursor, tools: Tools) -> Head:
-    """``{"name": "f", "arguments": {``, with a type or id among the keys."""
+    """Parse ``{"name": "f", "arguments": {``, which may also contain a type or id."""
     cursor.space()
     cursor.literal("{")
     name = ""
@@ -159,7 +220,7 @@ def _json_head(cursor: Cursor, tools: Tools) -> Head:
 
 
 def _json_call(text: str, tools: Tools) -> Calls | None:
-    """A whole call as JSON: its keys in any order, its arguments perhaps a string or null."""
+    """Parse a complete JSON call with keys in any order; arguments may be a string or null."""
     try:
         call = json.loads(text, strict=False)
     except (ValueError, RecursionError):
@@ -182,10 +243,10 @@ def _as_object(value: JsonValue) -> JsonObject | None:
 
 
 def _tagged_head(cursor: Cursor, tools: Tools) -> Head:
-    """What follows ``<tool_call>``: JSON, or Qwen's XML."""
+    """Parse what follows ``<tool_call>``: JSON, or Qwen's XML."""
     cursor.space()
     if cursor.peek() == "<":
-        return BlockCall(function_end, xml_calls)
+        return BlockCall(function_end, xml_calls, repair=_XML_REPAIR)
     start = cursor.at
     try:
         return _json_head(cursor, tools)
@@ -201,7 +262,7 @@ def _xml_head(cursor: Cursor, tools: Tools) -> Head:
         cursor.literal(QwenTag.FUNCTION)
         _known(cursor.until(">").strip(), tools)
         cursor.at = start
-        return BlockCall(function_end, xml_calls)
+        return BlockCall(function_end, xml_calls, repair=_XML_REPAIR)
     return _tagged_head(cursor, tools)
 
 
@@ -212,11 +273,11 @@ def _python_head(cursor: Cursor, tools: Tools) -> Head:
     cursor.space()
     _known(cursor.until("( ,]").strip(), tools)
     cursor.at = start
-    return BlockCall(BracketEnd(), python_calls)
+    return BlockCall(BracketEnd(), python_calls, repair=_PYTHON_REPAIR)
 
 
 def _mistral_head(cursor: Cursor, tools: Tools) -> Head:
-    """A list of calls, or a name and its arguments."""
+    """Parse a list of calls, or a name and its arguments."""
     cursor.space()
     if cursor.peek() == "[":
         cursor.literal("[")
@@ -237,9 +298,10 @@ def _mistral_head(cursor: Cursor, tools: Tools) -> Head:
     return StreamedCall(name)
 
 
-def _code_head(cursor: Cursor, tools: Tools) -> Head:  # noqa: ARG001 - told by the block
+def _code_head(cursor: Cursor, tools: Tools) -> Head:  # noqa: ARG001 - the block checks tools
     cursor.space()
-    return BlockCall(_until(CALL_MARKERS[ToolFormat.GEMMA_CODE].end), python_calls)
+    find_end = _until(CALL_MARKERS[ToolFormat.GEMMA_CODE].end)
+    return BlockCall(find_end, python_calls, repair=_CODE_REPAIR)
 
 
 def _gemma_head(markers: CallMarkers) -> Callable[[Cursor, Tools], Head]:
@@ -250,7 +312,9 @@ def _gemma_head(markers: CallMarkers) -> Callable[[Cursor, Tools], Head]:
         _known(cursor.until("{").strip(), tools)
         cursor.at = at
         return BlockCall(
-            _until(markers.end), lambda text, known: gemma_call(text, markers.quote, known)
+            _until(markers.end),
+            lambda text, known: gemma_call(text, markers.quote, known),
+            repair=_GEMMA_REPAIR,
         )
 
     return head

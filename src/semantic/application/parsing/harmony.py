@@ -1,4 +1,4 @@
-"""GPT-OSS replies: messages on channels, each with a header and a body.
+"""Parses GPT-OSS replies: messages on channels, each with a header and a body.
 
 ``<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…``
 """
@@ -30,7 +30,7 @@ class _Body(enum.Enum):
 
 
 class HarmonySplitter(Splitter):
-    """Analysis is thinking; a message to a known function is a call; all else is text."""
+    """Splits a reply: a message to a known tool is a call, analysis is thinking, the rest text."""
 
     def __init__(
         self, tools: Sequence[ToolSpec], numbers: CallNumbers, sign: Callable[[], str]
@@ -53,8 +53,9 @@ class HarmonySplitter(Splitter):
             if before == (self._is_header, self._body, len(self._pending.text)):
                 break
         if is_final:
-            events += self._end_body()
-            self._pending.drop(len(self._pending.text))  # a header that was cut off says nothing
+            is_cut_call = self._is_cut and self._body is _Body.CALL
+            events += [] if is_cut_call else self._end_body()
+            self._pending.drop(len(self._pending.text))  # an incomplete header
         return events
 
     # -- headers --------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ class HarmonySplitter(Splitter):
             return self._content(len(text) - held, is_final=is_final)
         events = self._content(found[0], is_final=True)
         if len(self._pending.text) > len(text) - found[0]:
-            return events  # what the body is has become known; the next round reads it
+            return events  # the kind of body was just decided; the next iteration reads it
         events += self._end_body()
         if found[1] in _HEADERS:
             self._is_header = True
@@ -100,7 +101,7 @@ class HarmonySplitter(Splitter):
         return events
 
     def _content(self, size: int, *, is_final: bool) -> list[Event]:
-        """Give out the next `size` characters of a body; `is_final` if it ends there."""
+        """Emit the next `size` characters of a body; `is_final` if it ends there."""
         match self._body:
             case _Body.TEXT:
                 return [*self._pending.take(size)]
@@ -126,8 +127,10 @@ class HarmonySplitter(Splitter):
 
     def _more_arguments(self, size: int, *, is_final: bool) -> list[Event]:
         if self._arguments.is_done:
-            self._pending.drop(size)  # whitespace, or what no client could use
+            self._pending.drop(size)  # whitespace, or text after the arguments
             return []
+        if is_final and self._is_cut and size == len(self._pending.text):
+            return self._numbers.read_cut(self._arguments, self._pending)
         events = self._numbers.read(self._arguments, self._pending, size, is_final=is_final)
         if self._arguments.is_broken:
             self._body = _Body.TEXT

@@ -1,8 +1,8 @@
-"""A call's arguments as they stream: JSON in, valid JSON out.
+"""Parses and repairs a call's JSON arguments while they stream.
 
-What was given out can be closed at any time by `close`, so a call that breaks off never leaves a
-client with half an object. To that end a key is held until its value begins, and a number or
-literal until it is complete.
+`close` can complete the emitted text to a valid object at any time, so a syntax error never leaves
+a client with an incomplete object. For this, a key is held back until its value begins, and a
+number or literal until it is complete.
 """
 
 import enum
@@ -23,7 +23,7 @@ _MAX_WORD = 400
 
 
 class _Want(enum.Enum):
-    """What the grammar of JSON expects next."""
+    """What the JSON grammar expects next."""
 
     START = enum.auto()
     KEY = enum.auto()
@@ -34,42 +34,45 @@ class _Want(enum.Enum):
 
 
 class JsonArguments:
-    """One JSON object, read character by character.
+    """An incremental parser for one JSON object.
 
     Attributes:
-        is_done: The object is complete; what follows it was not read.
-        is_broken: The text is not JSON from here on; what follows was not read.
+        is_done: The object is complete; text after it was not read.
+        is_broken: A syntax error was found; text from there on was not read.
     """
 
     def __init__(self) -> None:
         self.is_done = False
         self.is_broken = False
         self._want = _Want.START
-        self._stack: list[str] = []  # the brackets that must close what is open
-        self._held = ""  # comma and key that wait for their value
+        self._stack: list[str] = []  # closing brackets of all open objects and arrays
+        self._held = ""  # comma and key, held back until their value begins
         self._is_key = False
-        self._surrogate = ""  # half of a pair, waiting for the other
+        self._surrogate = ""  # a high surrogate, held back until the low one follows
         self._out: list[str] = []
 
     def feed(self, text: str, *, is_final: bool = False) -> tuple[int, str]:
-        """Read on.
+        """Read more text.
+
+        Args:
+            text: The characters that the last call did not read, followed by new ones.
+            is_final: No more text follows.
 
         Returns:
-            How many characters were read, and what they add to the arguments. The rest must be
-            fed again, with more behind it.
+            How many characters were read, and the text they add to the arguments.
         """
         at = 0
         while at < len(text) and not self._is_over():
             used = self._string(text, at) if self._want is _Want.STRING else self._token(text, at)
             if used == 0 and not self._is_over():
-                self.is_broken = is_final  # undecided, and nothing more will come
+                self.is_broken = is_final  # undecided, and no more text follows
                 break
             at += used
         out, self._out = "".join(self._out), []
         return at, out
 
     def close(self) -> str:
-        """What completes the arguments given out so far; nothing may be fed afterwards."""
+        """Return the text that completes the emitted arguments; do not call `feed` afterwards."""
         text = ""
         if self._want is _Want.START:
             text = "{"
@@ -126,7 +129,7 @@ class JsonArguments:
         return self._word(text, at)
 
     def _word(self, text: str, at: int) -> int:
-        """A number or literal; decided by the character after it."""
+        """Read a number or literal; the character after it decides that it is complete."""
         match = _WORD.match(text, at)
         if match is None or len(match[0]) > _MAX_WORD:
             return self._break()
@@ -157,7 +160,7 @@ class JsonArguments:
     def _shut(self, char: str) -> int:
         if char != self._stack[-1]:
             return self._break()
-        self._held = ""  # a trailing comma
+        self._held = ""  # drops a trailing comma
         self._out.append(self._stack.pop())
         self._want = _Want.NEXT
         self.is_done = not self._stack
@@ -194,7 +197,7 @@ class JsonArguments:
         char = text[at + 1]
         if char == "u":
             return self._unicode_escape(text, at)
-        # A backslash that escapes nothing was meant as one.
+        # A backslash before any other character is taken literally.
         escaped = f"\\{char}" if char in _ESCAPES else "\\\\"
         self._content(self._lone_surrogate() + escaped)
         return 2 if char in _ESCAPES else 1
@@ -219,7 +222,7 @@ class JsonArguments:
         return 6
 
     def _lone_surrogate(self) -> str:
-        """A surrogate without its other half is not a character."""
+        """Return a replacement character for a held surrogate without its other half."""
         lone, self._surrogate = self._surrogate, ""
         return "\\ufffd" if lone else ""
 

@@ -1,4 +1,4 @@
-"""The events of a reply, from the events of the engine, and the message they amount to."""
+"""Parses the engine's events into a reply's events, and folds those into a message."""
 
 import json
 import secrets
@@ -38,7 +38,7 @@ def _random_id() -> str:
 
 
 class ReplyParser:
-    """Turns one reply's plain text into thinking, text and tool calls. Not thread-safe.
+    """Splits one reply's raw text into thinking, text and tool calls. Not thread-safe.
 
     Example:
         >>> parser = ReplyParser(ReplyFormat(), new_id=lambda: "1")
@@ -53,18 +53,20 @@ class ReplyParser:
         *,
         is_thinking_open: bool = False,
         is_parallel: bool = True,
+        must_call: bool = False,
         new_id: Callable[[], str] = _random_id,
         sign: Callable[[], str] = _random_id,
     ) -> None:
-        """Make a parser for one reply.
+        """Create a parser for one reply.
 
         Args:
-            reply_format: How the model writes.
-            tools: Those that may be called; without any, their markup is text.
-            is_thinking_open: The prompt ended inside thinking.
-            is_parallel: More than one call is wanted; if not, what follows the first is dropped.
-            new_id: Makes the ids of calls.
-            sign: Makes the handles of thinking.
+            reply_format: The model's markup for thinking and calls.
+            tools: The tools that may be called; if there are none, tool markup is text.
+            is_thinking_open: The prompt ends inside thinking.
+            is_parallel: Allow more than one call; if False, all after the first call is dropped.
+            must_call: The reply must be a call.
+            new_id: Creates the ids of calls.
+            sign: Creates the signatures of thinking.
         """
         self._is_parallel = is_parallel
         self._is_over = False
@@ -77,10 +79,11 @@ class ReplyParser:
             thinking = ThinkingSplitter(reply_format.thinking, is_open=is_thinking_open, sign=sign)
             self._splitters.append(thinking)
         if tools:
-            self._splitters.append(CallSplitter(reply_format.tools, tools, self._numbers))
+            calls = CallSplitter(reply_format.tools, tools, self._numbers, must_call=must_call)
+            self._splitters.append(calls)
 
     def push(self, event: Event) -> list[Event]:
-        """Take an event of the engine; returns the events it makes certain, if any."""
+        """Process an event of the engine; returns the events that are certain now, if any."""
         match event:
             case TextDelta():
                 events: list[Event] = [event]
@@ -88,19 +91,19 @@ class ReplyParser:
                     events = _through(splitter, events)
                 return self._wanted(events)
             case Finished(reason):
-                events = self._flush()
+                events = self._flush(is_cut=reason is not FinishReason.END_TURN)
                 if reason is FinishReason.END_TURN and self._numbers.num_calls:
                     reason = FinishReason.TOOL_USE
                 return [*events, replace(event, reason=reason)]
             case Failed():
-                return [*self._flush(), event]
+                return [*self._flush(is_cut=True), event]
             case _:
                 return [event]
 
-    def _flush(self) -> list[Event]:
+    def _flush(self, *, is_cut: bool) -> list[Event]:
         events: list[Event] = []
         for splitter in self._splitters:
-            events = [*_through(splitter, events), *splitter.finish()]
+            events = [*_through(splitter, events), *splitter.finish(is_cut=is_cut)]
         return self._wanted(events)
 
     def _wanted(self, events: list[Event]) -> list[Event]:
@@ -122,11 +125,12 @@ def _through(splitter: Splitter, events: list[Event]) -> list[Event]:
 
 @dataclass(slots=True)
 class _Draft:
-    """A part that may still grow; `event` is the one it began with."""
+    """A part of the message that may still grow; `event` is its first event."""
 
     event: TextDelta | ThinkingDelta | ToolCallStarted
     pieces: list[str] = field(default_factory=list)
     signature: str = ""
+    is_ended: bool = False
 
     def part(self) -> Part:
         written = "".join(self.pieces)
@@ -135,19 +139,21 @@ class _Draft:
                 return TextPart(written)
             case ThinkingDelta():
                 return ThinkingPart(written, self.signature)
-            case ToolCallStarted():
+            case ToolCallStarted() if self.is_ended:
                 return ToolUsePart(self.event.id, self.event.name, _object(written))
+            case ToolCallStarted():
+                return ToolUsePart.cut(self.event.id, self.event.name, written)
 
 
 class MessageFold:
-    """Collects events into parts, in the order they came."""
+    """Folds events into the parts of a message, in order."""
 
     def __init__(self) -> None:
         self._drafts: list[_Draft] = []
         self._calls: dict[int, _Draft] = {}
 
     def add(self, event: Event) -> None:
-        """Take the next event; those without content are ignored."""
+        """Add the next event; events without content are ignored."""
         last = self._drafts[-1] if self._drafts else None
         match event:
             case TextDelta() | ThinkingDelta():
@@ -160,11 +166,13 @@ class MessageFold:
                 self._calls[event.index] = self._begin(event)
             case ToolCallDelta():
                 self._calls[event.index].pieces.append(event.arguments)
+            case ToolCallEnded():
+                self._calls[event.index].is_ended = True
             case _:
                 pass
 
     def message(self) -> Message:
-        """The assistant's message so far."""
+        """Return the assistant's message so far."""
         return Message(Role.ASSISTANT, tuple(draft.part() for draft in self._drafts))
 
     def _begin(self, event: TextDelta | ThinkingDelta | ToolCallStarted) -> _Draft:
@@ -173,7 +181,7 @@ class MessageFold:
 
 
 def fold_message(events: Iterable[Event]) -> Message:
-    """The assistant's message that a reply's events amount to."""
+    """Fold a reply's events into the assistant's message."""
     fold = MessageFold()
     for event in events:
         fold.add(event)
@@ -181,9 +189,6 @@ def fold_message(events: Iterable[Event]) -> Message:
 
 
 def _object(text: str) -> JsonObject:
-    """Parsers give out one JSON object, or nothing; one that was cut off is left out."""
-    try:
-        value = json.loads(text or "{}")
-    except ValueError:
-        return {}
+    """Parse arguments; the splitters emit one JSON object, or nothing."""
+    value = json.loads(text or "{}")
     return value if isinstance(value, dict) else {}

@@ -1,4 +1,4 @@
-"""Text that has come in and is not decided yet, who decides it, and thinking split off it."""
+"""The base class of splitters with its buffer of undecided text, and the splitter of thinking."""
 
 import enum
 from collections import deque
@@ -10,27 +10,30 @@ from semantic.domain.sampling import num_undecided
 
 
 class PendingText:
-    """A buffer that keeps log-probabilities with the text they belong to."""
+    """A text buffer that keeps log-probabilities with the text they belong to."""
 
     def __init__(self) -> None:
         self.text = ""
-        self._end = 0  # of all text fed, counted from the start
+        self._end = 0  # number of characters fed in total
         self._logprobs: deque[tuple[int, tuple[ScoredToken, ...]]] = deque()
 
     def feed(self, delta: TextDelta) -> None:
-        """Append a piece."""
+        """Append text and its log-probabilities."""
         self.text += delta.text
         self._end += len(delta.text)
         if delta.logprobs:
             self._logprobs.append((self._end, delta.logprobs))
 
     def take(self, size: int) -> list[TextDelta]:
-        """Remove text from the front and return it, with the tokens that end in it, if any."""
+        """Remove `size` characters and return them with the tokens that end in them.
+
+        Returns an empty list if there is no text.
+        """
         text, logprobs = self.text[:size], self._cut(size)
         return [TextDelta(text, logprobs)] if text else []
 
     def drop(self, size: int) -> str:
-        """Remove text from the front; its tokens are no longer of interest."""
+        """Remove `size` characters and return them, discarding their log-probabilities."""
         text = self.text[:size]
         self._cut(size)
         return text
@@ -45,18 +48,24 @@ class PendingText:
 
 
 class Splitter:
-    """Turns text that comes in pieces into events, holding back what is not decided yet."""
+    """Turns streamed text into events, holding back text that is not decided yet."""
 
     def __init__(self) -> None:
         self._pending = PendingText()
+        self._is_cut = False  # the reply ended before the model finished it
 
     def feed(self, delta: TextDelta) -> list[Event]:
-        """Take more text."""
+        """Add text; returns the events that are certain now."""
         self._pending.feed(delta)
         return self._run(is_final=False)
 
-    def finish(self) -> list[Event]:
-        """Decide what is left, at the end of the reply."""
+    def finish(self, *, is_cut: bool) -> list[Event]:
+        """Decide the remaining text at the end of the reply.
+
+        Args:
+            is_cut: The model did not end the reply itself; for example, `max_tokens` did.
+        """
+        self._is_cut = is_cut
         return self._run(is_final=True)
 
     def _run(self, *, is_final: bool) -> list[Event]:
@@ -64,7 +73,7 @@ class Splitter:
 
 
 def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Where the first of the markers begins; of those that begin together, the longest."""
+    """Return position and text of the first marker; at the same position, the longest."""
     found = [(text.find(marker), -len(marker), marker) for marker in markers]
     hits = [hit for hit in found if hit[0] >= 0]
     return (min(hits)[0], min(hits)[2]) if hits else None
@@ -77,9 +86,9 @@ class _Place(enum.Enum):
 
 
 class ThinkingSplitter(Splitter):
-    """Splits thinking off; whitespace next to the markers belongs to neither side.
+    """Separates thinking from the answer; whitespace next to the markers is dropped.
 
-    Markers are known at the beginning only: an answer may talk about them.
+    Markers are recognised only before the answer begins, since an answer may mention them.
     """
 
     def __init__(self, markers: Markers, *, is_open: bool, sign: Callable[[], str]) -> None:
@@ -134,7 +143,7 @@ class ThinkingSplitter(Splitter):
         return events
 
     def _skip_beginning(self, *, is_final: bool) -> bool:
-        """Drop whitespace, and a start marker the prompt wrote already; False to wait for more."""
+        """Drop whitespace, and a start marker that repeats the prompt's; False if undecided."""
         text, start = self._pending.text, self._markers.start
         stripped = text.lstrip()
         if self._may_repeat_start and stripped.startswith(start):
@@ -147,7 +156,7 @@ class ThinkingSplitter(Splitter):
         return True
 
     def _thought(self, size: int) -> list[Event]:
-        """Give out thinking up to `size`, less the whitespace at its end, which stays pending."""
+        """Emit thinking up to `size`; whitespace at its end stays pending."""
         size = len(self._pending.text[:size].rstrip())
         text = self._pending.drop(size)
         self._has_thought = self._has_thought or bool(text)

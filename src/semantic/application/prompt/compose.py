@@ -1,8 +1,8 @@
-"""From a request to the messages a chat template takes, in canonical order.
+"""Converts a request to the messages that a chat template takes, in canonical order.
 
-Tools and leading system messages make the head; everything else stays where it stands. What the
-template at hand would refuse or misplace is put differently: see `TemplateTraits`. All text from
-outside is guarded here, so that no special token can come of it.
+Tools and leading system messages form the head; all other messages keep their position. Messages
+that the template would refuse or misplace are rewritten: see `TemplateTraits`. All text from
+clients is guarded here, so that it cannot become a special token.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from semantic.domain.reply_format import CALL_MARKERS, ToolFormat
 
 _PARAGRAPH = "\n\n"
 _SCHEMA_ORDER = ("type", "description", "enum", "properties", "items", "required")
-# For models whose template has no place for tools: the markup that open models have seen most.
+# For templates without tool support: the markup most common in the training of open models.
 _CALL = CALL_MARKERS[ToolFormat.HERMES]
 _INTRODUCTION = f"""\
 # Tools
@@ -52,11 +52,11 @@ Each result comes back within <tool_response></tool_response>."""
 
 @dataclass(frozen=True, slots=True)
 class TemplateMessage:
-    """A message as the template gets it.
+    """A message as passed to the template.
 
     Attributes:
-        calls: Tool calls in the template's own form.
-        source: The assistant's message it shows, where it shows all of that one and nothing else.
+        calls: Tool calls in the form that the template takes.
+        source: The assistant's message, if this shows all of it and nothing else; else None.
     """
 
     role: str
@@ -68,7 +68,7 @@ class TemplateMessage:
     source: Message | None = None
 
     def fields(self, *, wants_parts: bool) -> JsonObject:
-        """Spell it out for the template."""
+        """Return the message as the template's JSON; `wants_parts` makes content a list."""
         fields: JsonObject = {"role": self.role, "content": self.content}
         if self.thinking:
             fields |= {"reasoning_content": self.thinking, "thinking": self.thinking}
@@ -82,13 +82,13 @@ class TemplateMessage:
 
 @dataclass(frozen=True, slots=True)
 class TemplateInput:
-    """What goes to the template.
+    """The input of the template.
 
     Attributes:
-        functions: Shown by the template itself; empty if the head's text introduces them.
-        head: Text of the leading system messages, with tools introduced where need be.
-        today: The day shown by templates that show one; None is the real one.
-        is_thinking: Whether to think, for templates that can be told.
+        functions: Tools for the template to show; empty if the head's text introduces them.
+        head: Text of the leading system messages, with the tools if the template cannot show them.
+        today: The date for templates that show one; None means the current date.
+        is_thinking: Whether to think, for templates with such a switch; None means the default.
     """
 
     functions: tuple[JsonObject, ...]
@@ -100,7 +100,7 @@ class TemplateInput:
 
 @dataclass(frozen=True, slots=True)
 class _ToolIndex:
-    """What a message may refer to: tools by their name, and who was called by a call's id."""
+    """What messages refer to: tools by name, and names of called tools by call id."""
 
     specs: dict[str, ToolSpec]
     callees: dict[str, str]
@@ -112,19 +112,19 @@ class _ToolIndex:
 
 
 class Composer:
-    """Composes conversations for one template. Immutable, safe on any thread."""
+    """Composes the input of one template. Immutable and thread-safe."""
 
     def __init__(self, traits: TemplateTraits, special: SpecialText) -> None:
         self._traits = traits
         self._special = special
-        # The same tools come with every turn, and they are the better part of many prompts.
+        # Every turn sends the same tools, which make up most of many prompts.
         self._described = lru_cache(maxsize=4096)(self._describe)
 
     def compose(self, request: ChatRequest, today: date | None = None) -> TemplateInput:
-        """Put a request into the template's terms.
+        """Convert a request to the template's input.
 
         Raises:
-            InvalidRequestError: a part cannot be shown to this model.
+            InvalidRequestError: this model does not support a part of a message.
         """
         num_leading = num_leading_system(request.messages)
         functions = tuple(self._function(tool) for tool in request.tools if not tool.is_deferred)
@@ -170,7 +170,7 @@ class Composer:
         whole = TemplateMessage("assistant", text, self._special.guard(thinking), source=message)
         if self._traits.has_tools and (len(uses) < 2 or self._traits.has_parallel_calls):
             return replace(whole, calls=tuple(map(self._call, uses)))
-        # One message must stay one message, or it could not be replayed.
+        # Calls go into the text: replay works only if one message stays one message.
         calls = [call_text(self._special.guard(use.name), self._arguments(use)) for use in uses]
         return replace(whole, content=_joined([text, *calls], "\n"))
 
@@ -186,14 +186,14 @@ class Composer:
         try:
             written.encode()
         except UnicodeEncodeError:
-            # The model wrote half a surrogate pair; that must not refuse every later turn.
+            # The model wrote a lone surrogate; replaced, since it would fail every later turn.
             return self._special.guard_object(json.loads(written.encode(errors="replace")))
         return self._special.guard_object(use.arguments)
 
     def _show_input(
         self, message: Message, index: int, tools: _ToolIndex
     ) -> Iterator[TemplateMessage]:
-        """Results become messages of their own, text around them stays the user's."""
+        """Yield each tool result as a separate message; text around results stays the user's."""
         texts: list[str] = []
         for position, part in enumerate(message.parts):
             where = f"messages[{index}].content[{position}]"
@@ -230,7 +230,7 @@ class Composer:
             return self._special.guard(name)
         return f"<tools>\n{_line(self._function(found))}\n</tools>"
 
-    # -- its parts ------------------------------------------------------------------------------
+    # -- parts of a message ---------------------------------------------------------------------
 
     def _texts(self, message: Message, index: int) -> Iterator[str]:
         for position, part in enumerate(message.parts):
@@ -255,7 +255,7 @@ class Composer:
         return self._described(tool.name, tool.description, json.dumps(tool.parameters))
 
     def _describe(self, name: str, description: str, parameters: str) -> JsonObject:
-        """Describe a tool as templates expect it; its schema's keys may come in any order."""
+        """Describe a tool as templates expect it, with the schema's keys in canonical order."""
         schema = json.loads(parameters) or {"type": "object", "properties": {}}
         return self._special.guard_object(
             {"name": name, "description": description, "parameters": in_schema_order(schema)}
@@ -266,7 +266,7 @@ class Composer:
             return self._special.guard(given)
         return hashlib.sha256(given.encode(errors="surrogatepass")).hexdigest()[:9]
 
-    # -- their order ----------------------------------------------------------------------------
+    # -- order of messages ----------------------------------------------------------------------
 
     def _arranged(self, head: str, shown: list[TemplateMessage]) -> Iterator[TemplateMessage]:
         if head and self._traits.has_system:
@@ -279,13 +279,13 @@ class Composer:
 
 
 def num_leading_system(messages: Sequence[Message]) -> int:
-    """Count the system messages a conversation starts with."""
+    """Count the system messages at the start of a conversation."""
     others = (i for i, message in enumerate(messages) if message.role is not Role.SYSTEM)
     return next(others, len(messages))
 
 
 def _merged(shown: Sequence[TemplateMessage]) -> Iterator[TemplateMessage]:
-    """Join neighbours of one role; text right after a result goes with the result."""
+    """Join adjacent messages of one role; user text after a tool result joins the result."""
     last: TemplateMessage | None = None
     for entry in shown:
         if last is not None and _is_joined(last, entry):
@@ -313,7 +313,7 @@ def _joined(texts: Iterator[str] | Sequence[str], separator: str) -> str:
 
 
 def call_text(name: str, arguments: JsonValue) -> str:
-    """Write a call the model made."""
+    """Return a tool call as text, in the markup for templates without tool support."""
     call = _line({"name": name, "arguments": arguments})
     return f"{_CALL.start}\n{call}\n{_CALL.end}"
 
@@ -323,7 +323,9 @@ def _line(value: JsonObject) -> str:
 
 
 def in_schema_order(value: JsonValue) -> JsonValue:
-    """Put a schema's keys in one order, whatever order they came in: the customary ones first.
+    """Sort a schema's keys: customary keys first, then the others alphabetically.
+
+    Clients may send keys in any order; a fixed order keeps the prompt the same.
 
     Example:
         >>> list(in_schema_order({"required": [], "b": 1, "a": 2, "type": "object"}))

@@ -1,4 +1,4 @@
-"""What was worked out before, up to a bound."""
+"""A thread-safe LRU cache, bounded by weight."""
 
 import threading
 from collections import OrderedDict
@@ -10,10 +10,10 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[K, V]):
-    """Values by key; the least recently used go first. Safe on any thread.
+    """Values by key; evicts the least recently used. Thread-safe.
 
     Attributes:
-        weight: Of all entries.
+        weight: Total weight of all entries.
     """
 
     def __init__(self, max_weight: int, weigh: Callable[[K, V], int] = lambda *_: 1) -> None:
@@ -24,7 +24,7 @@ class LruCache(Generic[K, V]):
         self._lock = threading.Lock()
 
     def get(self, key: K, *, is_used: bool = True) -> V | None:
-        """Return a value; it gets no younger unless `is_used`."""
+        """Return a value; `is_used` marks it as the most recently used."""
         with self._lock:
             value = self._entries.get(key)
             if value is not None and is_used:
@@ -32,7 +32,7 @@ class LruCache(Generic[K, V]):
             return value
 
     def put(self, key: K, value: V) -> None:
-        """Keep a value, in place of what was kept under the same key."""
+        """Add or replace a value, then evict entries until the total weight fits."""
         with self._lock:
             old = self._entries.pop(key, None)
             if old is not None:

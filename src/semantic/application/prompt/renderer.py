@@ -1,12 +1,13 @@
-"""From a conversation to the tokens the model reads.
+"""Renders a conversation to the prompt's tokens.
 
-The model's chat template writes the text; special tokens in it are the template's alone, replies
-we made are the very tokens that were sampled, and what was rendered before comes out the same, so
-that each turn's prompt begins with the last one and its reply.
+The model's chat template writes the text. Only the template can produce special tokens, and replies
+that this server generated are replayed with the tokens that were sampled. A conversation always
+renders to the same tokens, so each prompt begins with the previous prompt and its reply, and the
+KV cache of both is reused.
 
-Where a reply begins is where the prompt it followed ends: the same conversation up to it, with
-the generation prompt. The prompt's digest decides whether that place is right, so a wrong one
-only costs a lookup.
+A reply in the text begins where its own prompt ended. That position is found by rendering the
+conversation up to the reply with the generation prompt. The prompt's digest verifies the position,
+so a wrong one only costs a lookup.
 """
 
 import hashlib
@@ -41,7 +42,7 @@ from semantic.domain.chat import (
 from semantic.domain.errors import InvalidRequestError
 from semantic.ports.text import TokenizerPort
 
-# First messages that white space before them merges with in different ways, if at all.
+# First messages that a tokenizer merges with preceding white space in different ways, if at all.
 _BEGINNINGS = tuple(Message.of(Role.USER, text) for text in ("\ufdd3", "a", "1"))
 _MAX_POSITIONS = 16_384
 _NOWHERE = -1
@@ -52,12 +53,13 @@ class Prompt:
     """A rendered conversation.
 
     Attributes:
-        boundaries: Positions worth resuming at, in order: where tools and system messages end,
-            where the generation prompt ceases to be what later turns keep of it, and the end.
-        num_head: Tokens of tools and system messages; all agents that have them share these.
-        has_tool_markup: Calls are asked for in the markup of `compose`, not the template's.
-        num_replayed: Replies in it that are the tokens which were sampled.
-        num_begun: Tokens at its end that are the beginning of the reply.
+        boundaries: Positions to resume at, in ascending order: the end of tools and system
+            messages, the end of the part of the generation prompt that later turns repeat, and the
+            end of the prompt.
+        num_head: Tokens of tools and system messages; agents with the same ones share them.
+        has_tool_markup: Tools are introduced by the markup of `compose`, not by the template.
+        num_replayed: Number of replies that were replayed with their sampled tokens.
+        num_begun: Tokens at the end of the prompt that are the beginning of the reply.
     """
 
     tokens: tuple[int, ...]
@@ -68,20 +70,20 @@ class Prompt:
     num_begun: int = 0
 
     def followed_by(self, beginning: Sequence[int]) -> "Prompt":
-        """The same prompt with the beginning of its reply."""
+        """Return the prompt extended by the beginning of its reply."""
         tokens = (*self.tokens, *beginning)
         boundaries = tuple(sorted({*self.boundaries, len(tokens)}))
         return replace(self, tokens=tokens, boundaries=boundaries, num_begun=len(beginning))
 
 
 def render(request: ChatRequest, tokenizer: TokenizerPort) -> Prompt:
-    """Turn one request into a prompt; for more than one, keep a `Renderer`."""
+    """Render one request; to render several, reuse a `Renderer`."""
     return Renderer(tokenizer).render(request)
 
 
 @dataclass(frozen=True, slots=True)
 class _ReplyPlace:
-    """A reply, where in the text it begins, and whether a question follows it."""
+    """A reply, its position in the text, and whether a user message follows it."""
 
     reply: Message
     start: int
@@ -89,7 +91,7 @@ class _ReplyPlace:
 
 
 class Renderer:
-    """Renders conversations for one model, remembering what it has seen. Safe on any thread."""
+    """Renders conversations for one model, with caches. Thread-safe."""
 
     def __init__(self, tokenizer: TokenizerPort) -> None:
         self.tokenizer = tokenizer
@@ -97,7 +99,7 @@ class Renderer:
         self._special = SpecialText(tokenizer.special_tokens)
         self._composer = Composer(self.traits, self._special)
         self._runs = RunEncoder(tokenizer)
-        # Positions that were found before, by the digest of what they depend on.
+        # Cached positions, by the digest of what they depend on.
         self._prompt_ends: LruCache[bytes, int] = LruCache(_MAX_POSITIONS)
         self._heads: LruCache[bytes, int] = LruCache(_MAX_POSITIONS)
         self._lost = {
@@ -112,17 +114,17 @@ class Renderer:
         today: date | None = None,
         replays: TenantReplays | None = None,
     ) -> Prompt:
-        """Turn a request into a prompt that ends where the reply begins.
+        """Render a request to a prompt that ends where the reply begins.
 
         Args:
             request: The whole conversation.
-            today: The day shown by templates that show one. To be the same in every turn of an
-                agent, or its prompt changes at midnight; None is the real one.
-            replays: Replies that were made here; None tokenises all of them again.
+            today: The date for templates that show one; None means the current date. It must be
+                the same in every turn of an agent, or the agent's prompt changes at midnight.
+            replays: Replies that this server generated; None tokenises all replies again.
 
         Raises:
-            InvalidRequestError: a part cannot be shown to this model, its template refuses, or
-                the text cannot be encoded.
+            InvalidRequestError: this model does not support a part of a message, its template
+                refuses the conversation, or the text cannot be encoded.
         """
         conversation = self._composer.compose(request, today)
         try:
@@ -130,7 +132,7 @@ class Renderer:
         except InvalidRequestError as error:
             error.param = _spoilt_field(request) or error.param
             raise
-        # What was worked out for one tenant must not save time for another: that could be measured.
+        # Caches are separate per tenant: a shared one would leak prompts through timing.
         root = replays.root if replays else b""
         walk = self._walk(text, root)
         head = _head_digest(conversation, root)
@@ -146,7 +148,6 @@ class Renderer:
         )
 
     def _write(self, conversation: TemplateInput) -> str:
-        """Apply the template."""
         wants_parts = self.traits.wants_parts
         text = self.tokenizer.render_chat(
             [message.fields(wants_parts=wants_parts) for message in conversation.messages],
@@ -161,7 +162,7 @@ class Renderer:
         return TokenWalk(text, self._special.split(text), self._runs.of_tenant(root))
 
     def _walk_to_end(self, walk: TokenWalk, text: str, conversation: TemplateInput) -> int:
-        """Encode the rest; returns how many tokens of the prompt later turns will keep."""
+        """Encode the rest; returns how many tokens of the prompt later turns repeat."""
         lost = self._lost[conversation.is_thinking]
         kept_end = len(text) - len(lost) if text.endswith(lost) else len(text)
         walk.advance(kept_end)
@@ -172,7 +173,7 @@ class Renderer:
     def _num_head(
         self, request: ChatRequest, today: date | None, digest: bytes, root: bytes
     ) -> int:
-        """Return how many tokens are the same whatever the first message says."""
+        """Return the number of leading tokens that do not depend on the first message."""
         num_head = self._heads.get(digest)
         if num_head is None:
             leading = request.messages[: num_leading_system(request.messages)]
@@ -190,7 +191,7 @@ class Renderer:
         walk.advance(len(text))
         return walk.tokens
 
-    # -- replies that were made here ------------------------------------------------------------
+    # -- replay of generated replies ------------------------------------------------------------
 
     def _replay(
         self,
@@ -199,7 +200,7 @@ class Renderer:
         head: "hashlib._Hash",
         replays: TenantReplays,
     ) -> int:
-        """Walk up to the last reply that is known, putting tokens in; returns how many are."""
+        """Walk up to the last known reply, inserting sampled tokens; returns how many replies."""
         digest, num_digested, num_replayed = PromptDigest(replays.root), 0, 0
         places = list(self._reply_places(conversation, head.copy()))
         limits = [place.start for place in places[1:]] + [sys.maxsize]
@@ -249,7 +250,10 @@ class Renderer:
         return replays.tokens(keys_to_look_up(prompt, place.reply, keeps_thinking=keeps))
 
     def _put(self, walk: TokenWalk, tokens: Sequence[int], start: int, limit: int) -> bool:
-        """Replace a reply's text, up to the end token if the template writes one after it."""
+        """Replace a reply's text with its tokens, up to the template's end token if it has one.
+
+        Returns False, and changes nothing, if the text does not match the tokens.
+        """
         ends = self.tokenizer.eos_ids
         said = tokens[:-1] if tokens[-1] in ends else tokens
         written = walk.find(ends, start, limit)
@@ -271,7 +275,7 @@ class Renderer:
 
 
 def _spoilt_field(request: ChatRequest) -> str:
-    """Where a request holds what JSON cannot: half a character; empty if that is not known."""
+    """Return the field that is not valid JSON (e.g. a lone surrogate); empty if not found."""
     for tool in request.tools:
         if json_fault([tool.name, tool.description, tool.parameters]):
             return "tools"
@@ -280,24 +284,24 @@ def _spoilt_field(request: ChatRequest) -> str:
 
 
 def _head_digest(conversation: TemplateInput, root: bytes) -> "hashlib._Hash":
-    """Digest what comes before the first message, what else the template gets, and whose it is."""
+    """Hash the tenant's root and all input of the template except the messages."""
     today = conversation.today and conversation.today.isoformat()
     head = [conversation.functions, conversation.head, today, conversation.is_thinking]
     return hashlib.sha256(root + json.dumps(head).encode() + b"\n")
 
 
-# -- the day each agent believes it is ------------------------------------------------------------
+# -- the date in each agent's prompts -------------------------------------------------------------
 
 _AGENT_TAG = b"semantic.date.agent.v1"
 _BEGINNING_TAG = b"semantic.date.beginning.v1"
 
 
 class FrozenDates:
-    """Days on which agents, and conversations that nobody named, first spoke. Safe on any thread.
+    """The dates of the first turn of agents and of conversations without a name. Thread-safe.
 
-    Some templates print the date at the head of the prompt; were it today's, every agent's state
-    would be worthless at midnight. Like replies that a client sends again, it is repeated as it
-    was, and kept where they are.
+    Some templates print the date at the head of the prompt. With the current date, the KV cache of
+    every agent would become useless at midnight. So an agent's prompts repeat the date of its first
+    turn, which is kept in the replay store.
     """
 
     def __init__(self, store: ReplayStore, today: Callable[[], date] = date.today) -> None:
@@ -305,21 +309,21 @@ class FrozenDates:
         self._today = today
 
     def of(self, root: bytes, request: ChatRequest) -> date:
-        """Return the date a prompt shows: today's if the agent speaks for the first time.
+        """Return the date that a prompt shows: the current date in an agent's first turn.
 
-        Changes nothing: a day is kept once its conversation is logged.
+        Changes nothing: `keep` stores the date once the turn is logged.
 
         Args:
-            root: The root of the names of a tenant's blocks, under which the day is kept.
-            request: Names its agent, or is known by how the conversation begins.
+            root: Identifies tenant and model; part of the key that the date is stored under.
+            request: Names its agent, or is identified by the messages before its first reply.
         """
-        # A new conversation that begins like an older one is another conversation.
+        # A conversation without a reply is new, even if an older one began with the same messages.
         key = None if _is_new(request) else _key_of(root, request)
         kept = self._store.lookup(key, is_used=False) if key else None
         return date.fromordinal(kept[0]) if kept else self._today()
 
     def keep(self, root: bytes, request: ChatRequest, day: date) -> None:
-        """Let a request's agent, or the conversation it begins, go on with the day it was shown."""
+        """Store the date that a request's prompt showed, for later turns of its conversation."""
         key = _key_of(root, request)
         if _is_new(request) or self._store.lookup(key) is None:
             self._store.remember(key, (day.toordinal(),))
@@ -331,7 +335,7 @@ def _name(request: ChatRequest) -> str | None:
 
 
 def _is_new(request: ChatRequest) -> bool:
-    """Whether nobody named the conversation and it has no reply yet."""
+    """Whether the conversation has neither a name nor a reply yet."""
     return not _name(request) and len(_beginning(request)) == len(request.messages)
 
 
@@ -342,7 +346,7 @@ def _key_of(root: bytes, request: ChatRequest) -> ReplayKey:
 
 
 def _beginning(request: ChatRequest) -> list[Message]:
-    """What was said before the first reply."""
+    """Return the messages before the first reply."""
     return list(takewhile(lambda m: m.role is not Role.ASSISTANT, request.messages))
 
 

@@ -1,8 +1,9 @@
-"""Exact replay: a reply that comes back from a client stands for the very tokens it was made of.
+"""Exact replay: a reply that a client sends back is replaced by the tokens that were sampled.
 
-A client sends our replies again as text and parsed calls. Tokenised again they would seldom give
-the tokens that were sampled, and everything after them would be computed again. So the tokens are
-kept under the prompt they followed and the reply as the client saw it, in memory and in the ledger.
+Clients send earlier replies back as text and parsed tool calls. Tokenising them again seldom gives
+the sampled tokens, and the KV cache of everything after the first difference would be recomputed.
+So the sampled tokens are stored, in memory and in the ledger, under a digest of the prompt they
+followed and a digest of the reply as the client sees it.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import json
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from semantic.application.prompt.lru_cache import LruCache
 from semantic.domain.blocks import pack_tokens
@@ -23,48 +24,48 @@ _PROMPT_TAG = b"semantic.replay.prompt.v1"
 _MESSAGE_TAG = b"semantic.replay.message.v1"
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 _LARGEST_EXACT = 2**53  # beyond it, JavaScript rounds integers
-_DROPPED = True  # stands for thinking that was there and is not told
-# They are small, and their agents may have any age: kept for long after they were last of use.
+_DROPPED = True  # represents thinking that the client left out
+# Time after the last use. Long, since entries are small and an agent may return at any age.
 REPLAY_TTL_S = 30 * 24 * 3600.0
 _DAY_S = 24 * 3600.0
-_ENTRY_BYTES = 400  # that a reply takes in memory beside its tokens
-_MAX_WRITTEN = 20_000  # replies known to be written; others are written again when they are used
-# Keys depend on a tenant's root of names, so tenants cannot meet; the column tells them apart too.
+_ENTRY_BYTES = 400  # memory overhead of an entry, without its tokens
+_MAX_WRITTEN = 20_000  # replies known to be in the ledger; others are written again when used
+# Keys include a tenant's root, so tenants cannot collide and the ledger's column stays empty.
 _TENANT = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayKey:
-    """Names a reply by two digests: of root and prompt it followed, and of what it says."""
+    """Identifies a reply by two digests: of root and prompt, and of the reply's content."""
 
     prompt: bytes
     message: bytes
 
 
 class ReplayStore:
-    """Tokens of replies, in memory. Safe on any thread; what it forgets costs time only."""
+    """Tokens of replies, in memory. Thread-safe; losing an entry only costs recomputation."""
 
     def __init__(self, max_bytes: int = 16 * 2**20) -> None:
-        """Start empty; of more bytes the least recently used go."""
+        """Start empty; above `max_bytes` the least recently used replies are evicted."""
         self._replies: LruCache[ReplayKey, array[int]] = LruCache(max_bytes, _num_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """Memory that all replies kept take."""
+        """Memory used by all entries, in bytes."""
         return self._replies.weight
 
     def remember(self, key: ReplayKey, tokens: Sequence[int]) -> None:
-        """Keep a reply's tokens, with its end token if it was sampled."""
+        """Store a reply's tokens, including the end token if it was sampled."""
         self._replies.put(key, array("I", tokens))
 
     def lookup(self, key: ReplayKey, *, is_used: bool = True) -> tuple[int, ...] | None:
-        """Return a reply's tokens; None if unknown. What is used lives on."""
+        """Return a reply's tokens; None if unknown. `is_used` keeps the entry longer."""
         tokens = self._replies.get(key, is_used=is_used)
         return None if tokens is None else tuple(tokens)
 
 
 class LedgerReplayStore(ReplayStore):
-    """Keeps replies in the ledger too."""
+    """A `ReplayStore` that also stores replies in the ledger."""
 
     def __init__(
         self, ledger: LedgerPort, write: WriteChanges, now: Callable[[], float] = time.time
@@ -73,15 +74,15 @@ class LedgerReplayStore(ReplayStore):
         self._ledger = ledger
         self._write = write
         self._now = now
-        self._written: LruCache[ReplayKey, float] = LruCache(_MAX_WRITTEN)  # and when
+        self._written: LruCache[ReplayKey, float] = LruCache(_MAX_WRITTEN)  # time of writing
 
     def remember(self, key: ReplayKey, tokens: Sequence[int]) -> None:
-        """Keep a reply's tokens."""
+        """Store a reply's tokens in memory and in the ledger."""
         super().remember(key, tokens)
         self._put(key, tokens)
 
     def lookup(self, key: ReplayKey, *, is_used: bool = True) -> tuple[int, ...] | None:
-        """Return a reply's tokens; None if unknown. What is used lives on."""
+        """Return a reply's tokens; None if unknown. `is_used` also renews the ledger row."""
         known = super().lookup(key, is_used=is_used)
         tokens = self._read(key) if known is None else known
         if tokens is None or not is_used:
@@ -96,7 +97,7 @@ class LedgerReplayStore(ReplayStore):
         try:
             return self._ledger.replay(_TENANT, key.prompt + key.message)
         except CachePersistenceError:
-            return None  # it is rendered again then
+            return None  # the reply is tokenised again
 
     def _put(self, key: ReplayKey, tokens: Sequence[int]) -> None:
         now = self._now()
@@ -114,12 +115,12 @@ def _num_bytes(_: ReplayKey, tokens: "array[int]") -> int:
 
 @dataclass(frozen=True, slots=True)
 class TenantReplays:
-    """The part of a store that holds the replies of one tenant and model.
+    """The replies of one tenant and model in a store.
 
     Attributes:
-        root: The root of their block names.
-        store: Has their tokens.
-        is_used: Whether what is found counts as used.
+        root: Identifies tenant and model.
+        store: The store that holds the tokens.
+        is_used: Whether a lookup marks the reply as used.
     """
 
     root: bytes
@@ -127,7 +128,7 @@ class TenantReplays:
     is_used: bool = True
 
     def tokens(self, keys: Sequence[ReplayKey]) -> tuple[int, ...] | None:
-        """Return the tokens of the first reply that is known."""
+        """Return the tokens of the first key that is known; None if none is."""
         for key in keys:
             tokens = self.store.lookup(key, is_used=self.is_used)
             if tokens is not None:
@@ -136,7 +137,7 @@ class TenantReplays:
 
 
 class PromptDigest:
-    """The digest of a prompt that grows; mutated by `update`."""
+    """Running digest of a prompt; `update` mutates it."""
 
     def __init__(self, root: bytes) -> None:
         self._hash = hashlib.sha256(_PROMPT_TAG + len(root).to_bytes(8, "little") + root)
@@ -146,34 +147,42 @@ class PromptDigest:
         self._hash.update(pack_tokens(tokens))
 
     def followed_by(self, tokens: Sequence[int]) -> bytes:
-        """Return the digest of all tokens so far and these; changes nothing."""
+        """Return the digest of all tokens so far followed by these; changes nothing."""
         grown = self._hash.copy()
         grown.update(pack_tokens(tokens))
         return grown.digest()
 
 
 def prompt_digest(root: bytes, tokens: Sequence[int]) -> bytes:
-    """Digest a prompt, up to and including its generation prompt."""
+    """Return the digest of a prompt, including its generation prompt."""
     return PromptDigest(root).followed_by(tokens)
 
 
 def keys_to_remember(prompt: bytes, reply: Message) -> tuple[ReplayKey, ...]:
-    """Name a reply in each form a client may send it again: with its thinking, and without."""
+    """Return a key for each form in which a client may send a reply back.
+
+    A client may send the reply with or without its thinking. It may send a tool call that was cut
+    off as it was written, without arguments, or not at all.
+    """
     thinking = _thinking_of(reply)
     forms: list[JsonValue] = [None] if thinking is None else [thinking, _DROPPED]
-    return tuple(ReplayKey(prompt, _message_digest(reply, form)) for form in forms)
+    return tuple(
+        ReplayKey(prompt, _message_digest(told, form))
+        for told in _forms_of_cut_calls(reply)
+        for form in forms
+    )
 
 
 def keys_to_look_up(
     prompt: bytes, message: Message, *, keeps_thinking: bool
 ) -> tuple[ReplayKey, ...]:
-    """Name the replies that a client's message may stand for.
+    """Return the keys of the replies that a client's message may represent.
 
     Args:
-        prompt: Digest of what comes before it.
-        message: The assistant's message as the client tells it.
-        keeps_thinking: Whether the template shows thinking at this place. Where it does not, a
-            message told without its thinking must stay without it.
+        prompt: Digest of the prompt before the message.
+        message: The assistant's message as the client sent it.
+        keeps_thinking: Whether the template shows thinking at this position. If not, a message
+            without thinking does not match a reply with thinking.
     """
     thinking = _thinking_of(message)
     forms: list[JsonValue] = [thinking]
@@ -185,15 +194,15 @@ def keys_to_look_up(
 def emitted_tokens(
     tokens: Sequence[int], emitted: str, tokenizer: TokenizerPort
 ) -> tuple[int, ...]:
-    """Return the tokens of a reply that a stop string cut short.
+    """Return the tokens of a reply that a stop string ended.
 
-    Those whose text went out whole are the sampled ones; text of a token that was cut in two is
-    encoded again.
+    Sampled tokens are kept as long as all of their text was emitted; the rest of the emitted text
+    is encoded again.
 
     Args:
-        tokens: As sampled, without what came after the stop string.
-        emitted: The raw text that went out, thinking and calls included.
-        tokenizer: The model's.
+        tokens: The sampled tokens, without those after the stop string.
+        emitted: The raw text that was emitted, including thinking and tool calls.
+        tokenizer: The model's tokenizer.
     """
     whole, position = emitted.encode(), 0
     num_kept, num_bytes = 0, 0
@@ -202,11 +211,22 @@ def emitted_tokens(
         if position == len(whole) or not whole.startswith(piece, position):
             break
         position += len(piece)
-        # A character may lie in two tokens; half of it could not be encoded.
+        # Stop only between characters: a part of one could not be encoded again.
         if position == len(whole) or not 0x80 <= whole[position] < 0xC0:
             num_kept, num_bytes = index + 1, position
     rest = tokenizer.encode_plain(whole[num_bytes:].decode()) if num_bytes < len(whole) else []
     return (*tokens[:num_kept], *rest)
+
+
+def _forms_of_cut_calls(reply: Message) -> list[Message]:
+    whole = tuple(p for p in reply.parts if not (isinstance(p, ToolUsePart) and p.is_cut))
+    if whole == reply.parts:
+        return [reply]
+    emptied = tuple(
+        replace(part, arguments={}) if isinstance(part, ToolUsePart) and part.is_cut else part
+        for part in reply.parts
+    )
+    return [reply, replace(reply, parts=emptied), replace(reply, parts=whole)]
 
 
 def _thinking_of(message: Message) -> JsonValue:
@@ -220,19 +240,22 @@ def _thinking_of(message: Message) -> JsonValue:
 
 
 def _message_digest(message: Message, thinking: JsonValue) -> bytes:
-    """Digest what a reply says; ids and the order of text and calls are the protocols' business."""
+    """Digest a reply's content, without call ids and the order of text and calls.
+
+    Those differ between protocols.
+    """
     text = "".join(part.text for part in message.parts if isinstance(part, TextPart))
     calls: list[JsonValue] = [
         [part.name, part.arguments] for part in message.parts if isinstance(part, ToolUsePart)
     ]
     if calls and not text.strip():
-        text = ""  # clients leave blank text beside a call out
+        text = ""  # clients drop blank text next to a call
     written = canonical_json([text, calls, thinking])
     return hashlib.sha256(_MESSAGE_TAG + written.encode()).digest()
 
 
 def canonical_json(value: JsonValue) -> str:
-    r"""Write JSON so that equal values are equal text.
+    r"""Serialise JSON so that equal values give equal text.
 
     Example:
         >>> canonical_json({"b": 1000.0, "a": "\u00e9"}) == canonical_json({"a": "é", "b": 1e3})

@@ -1,13 +1,12 @@
-"""Keeps special tokens the template's own: what a client writes never becomes one.
+"""Prevents text from clients from becoming special tokens, and encodes rendered text.
 
-Text from outside is guarded before the template sees it: an invisible mark breaks each special
-token spelled in it, and stands at an end that could complete one together with its surroundings.
-What is still a special token in the rendered text was written by the template. The marks are
-taken out again before a run of text is encoded.
+Text from clients is guarded before the template gets it. A mark breaks each special token that is
+spelled in the text, and is added at an end that could form a special token together with the
+surrounding text. So every special token in the rendered text was written by the template. The marks
+are removed before text is encoded.
 
-From such text tokens are made a run between special tokens at a time. A run's tokens depend on the
-run alone, so those of earlier turns are remembered and a conversation that grew by a message costs
-the encoding of that message.
+Text between two special tokens, a run, is encoded as a unit. A run's tokens depend on the run
+alone, so they are cached: when a message is added to a conversation, only that message is encoded.
 """
 
 import copy
@@ -23,12 +22,12 @@ from semantic.application.prompt.lru_cache import LruCache
 from semantic.domain.chat import JsonObject, JsonValue
 from semantic.ports.text import SpecialToken, TokenizerPort
 
-# Noncharacters: no text has a use for them, and one that holds them all the same is escaped.
+# Unicode noncharacters, which ordinary text does not contain; text that does is escaped.
 _MARK = "\ufdd0"
 _BREAK = _MARK + "\ufdd1"
 _LITERAL = _MARK + "\ufdd2"
 
-_ENTRY_BYTES = 300  # that a run takes in memory beside its text and tokens
+_ENTRY_BYTES = 300  # memory overhead of a cached run, without its text and tokens
 
 _ByCharacter: TypeAlias = dict[str, tuple[str, ...]]
 
@@ -45,7 +44,7 @@ class SpecialText:
     """The special tokens of one tokenizer, as text. Immutable."""
 
     def __init__(self, tokens: Sequence[SpecialToken]) -> None:
-        # Longest first: of two that start alike, the tokenizer takes the longer one too.
+        # Longest first: if one is a prefix of another, the tokenizer also takes the longer one.
         ordered = sorted((t for t in tokens if len(t.text) > 1), key=lambda t: -len(t.text))
         self._ids = {token.text: token.id for token in ordered}
         self._spelled = _alternatives([re.escape(token.text) for token in ordered])
@@ -55,10 +54,10 @@ class SpecialText:
         self._longest = max(map(len, self._ids), default=0)
 
     def guard(self, text: str) -> str:
-        """Return `text` so that no special token can come of it."""
+        """Return `text` with marks, so that it cannot become or complete a special token."""
         if _MARK in text:
             text = text.replace(_MARK, _LITERAL)
-        # Breaking one may leave another that overlapped it.
+        # Repeated, since breaking one token may leave another that overlapped it.
         while self._spelled.search(text):
             text = self._spelled.sub(lambda match: match[0][0] + _BREAK + match[0][1:], text)
         core = text.strip()
@@ -88,7 +87,7 @@ class SpecialText:
         return {self.guard(key): self.guard_json(item) for key, item in value.items()}
 
     def split(self, text: str) -> list[Span]:
-        """Cut guarded text at its special tokens; the spans cover all of it."""
+        """Split guarded text at its special tokens; the spans cover the whole text."""
         spans: list[Span] = []
         end = 0
         for match in self._splitter.finditer(text):
@@ -105,7 +104,7 @@ class SpecialText:
 
     @staticmethod
     def reveal(text: str) -> str:
-        """Return guarded text as it was."""
+        """Return guarded text without its marks: the inverse of `guard`."""
         if _MARK not in text:
             return text
         return text.replace(_BREAK, "").replace(_LITERAL, _MARK)
@@ -124,7 +123,7 @@ def _with_stripping(token: SpecialToken) -> str:
 
 
 def _partial(texts: Iterable[str]) -> tuple[_ByCharacter, _ByCharacter]:
-    """Proper endings by first character, and proper beginnings by last."""
+    """Return proper suffixes by first character, and proper prefixes by last character."""
     endings: dict[str, set[str]] = defaultdict(set)
     beginnings: dict[str, set[str]] = defaultdict(set)
     for text in texts:
@@ -141,14 +140,14 @@ def _partial(texts: Iterable[str]) -> tuple[_ByCharacter, _ByCharacter]:
 
 
 class RunEncoder:
-    """Encodes runs of guarded text, and remembers them. Safe on any thread."""
+    """Encodes runs of guarded text, with a cache. Thread-safe."""
 
     def __init__(self, tokenizer: TokenizerPort, *, max_bytes: int = 24 * 2**20) -> None:
-        """Start with nothing remembered.
+        """Start with an empty cache.
 
         Args:
-            tokenizer: Encodes what is not remembered.
-            max_bytes: Text and tokens of this size in all are remembered, the latest used.
+            tokenizer: Encodes runs that are not cached.
+            max_bytes: Size of the cache, text and tokens; the least recently used are evicted.
         """
         self._tokenizer = tokenizer
         self._root = b""
@@ -157,13 +156,16 @@ class RunEncoder:
         )
 
     def of_tenant(self, root: bytes) -> "RunEncoder":
-        """The same for one tenant, who cannot tell by the time it takes what others encoded."""
+        """Return a view for one tenant.
+
+        It never hits entries of other tenants, whose text could otherwise be inferred from timing.
+        """
         made = copy.copy(self)
         made._root = root
         return made
 
     def encode(self, run: str, *, is_start: bool) -> "array[int]":
-        """Return a run's tokens; not to be changed by the caller."""
+        """Return a run's tokens; the caller must not modify the array."""
         key = (self._root, run, is_start)
         ids = self._runs.get(key)
         if ids is None:
@@ -174,11 +176,11 @@ class RunEncoder:
 
 
 class TokenWalk:
-    """A walk along guarded text that turns it into tokens. Mutable; one per rendering.
+    """Encodes guarded text from front to back. Mutable; one per rendering.
 
     Attributes:
-        tokens: Of the text before `position`.
-        position: Where the walk stands; never inside a special token.
+        tokens: Tokens of the text before `position`.
+        position: Index of the next character to encode; never inside a special token.
     """
 
     def __init__(self, text: str, spans: Sequence[Span], runs: RunEncoder) -> None:
@@ -190,7 +192,7 @@ class TokenWalk:
         self.tokens: list[int] = []
 
     def advance(self, end: int) -> None:
-        """Go on to `end`, or to the start of the run that `end` would cut in two."""
+        """Encode up to `end`, or up to the start of the run that contains `end`."""
         while self._next < len(self._spans) and self._spans[self._next].end <= end:
             span = self._spans[self._next]
             if span.token is None:
@@ -201,14 +203,14 @@ class TokenWalk:
             self._next += 1
 
     def ahead(self, end: int) -> Sequence[int]:
-        """Return the tokens of the rest up to `end`, which lies in the run that comes next."""
+        """Return the tokens from `position` to `end`, which lies in the next run; no advance."""
         if end <= self.position:
             return ()
         run = self._text[self.position : end]
         return self._runs.encode(run, is_start=self.position == 0)
 
     def find(self, tokens: Set[int], start: int, end: int) -> Span | None:
-        """Return the first of these special tokens within ``[start, end)``."""
+        """Return the first of these special tokens that starts within ``[start, end)``."""
         for span in itertools.islice(self._spans, self._next, None):
             if span.start >= end:
                 return None
@@ -217,11 +219,11 @@ class TokenWalk:
         return None
 
     def starts_with(self, text: str, position: int) -> bool:
-        """Whether guarded text stands at a position."""
+        """Whether the text at a position starts with the given guarded text."""
         return self._text.startswith(text, position)
 
     def replace(self, end: int, tokens: Sequence[int]) -> None:
-        """Take these tokens instead of the text up to `end`."""
+        """Append these tokens in place of the text up to `end`."""
         self.tokens.extend(tokens)
         self.position = end
         while self._next < len(self._spans) and self._spans[self._next].end <= end:

@@ -1,7 +1,8 @@
-"""What a chat template can show, found out by asking it.
+"""Determines what a chat template supports by rendering test conversations.
 
-Templates differ in what they refuse, drop or move elsewhere, and none says so. Small
-conversations of words that occur nowhere else tell: they must come out in the order they went in.
+Templates refuse, drop or move different kinds of messages and do not declare that. The test
+conversations consist of unique words; a feature is supported if its words appear in the rendered
+text, in the order of the input.
 """
 
 from collections.abc import Sequence
@@ -29,19 +30,20 @@ _FUNCTION: JsonObject = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What rendering must know of a template.
+    """What a chat template supports.
 
     Attributes:
-        wants_parts: Content must be a list of parts instead of a text.
+        wants_parts: Content must be a list of parts instead of a string.
         has_system: A leading system message is shown before the first user message.
-        has_system_anywhere: Later ones are shown where they stand.
-        is_alternating: Two messages of one role in a row are refused.
-        has_tools: Tools are shown before the first user message, calls and results in place.
-        has_parallel_calls: A message may hold more than one call.
-        wants_short_ids: Only ids of nine letters and digits are accepted.
-        keeps_loop_thinking: Thinking since the last question is shown.
-        keeps_old_thinking: Thinking before it is shown too.
-        shows_date: Today's date is part of a prompt.
+        has_system_anywhere: Later system messages are shown at their position.
+        is_alternating: Two consecutive messages of one role are refused.
+        has_tools: Tools are shown before the first user message, calls and results at their
+            position.
+        has_parallel_calls: A message may contain more than one call.
+        wants_short_ids: Call ids must consist of nine letters and digits.
+        keeps_loop_thinking: Thinking since the last user message is shown.
+        keeps_old_thinking: Thinking before the last user message is shown.
+        shows_date: The prompt contains the current date.
     """
 
     wants_parts: bool
@@ -57,7 +59,7 @@ class TemplateTraits:
 
 
 def probe(tokenizer: TokenizerPort) -> TemplateTraits:
-    """Find out what a tokenizer's template can show."""
+    """Determine what a tokenizer's chat template supports."""
     wants_parts = not _Probe(tokenizer).shows(_user("probeask"))
     ask = _Probe(tokenizer, wants_parts=wants_parts)
     a, b, c = _user("probeask"), _assistant("probesaid"), _user("probeagain")
@@ -85,7 +87,7 @@ def probe(tokenizer: TokenizerPort) -> TemplateTraits:
 def lost_generation_prompt(
     tokenizer: TokenizerPort, traits: TemplateTraits, *, is_thinking: bool | None
 ) -> str:
-    """Return the end of the generation prompt that is not written before an earlier reply."""
+    """Return the end of the generation prompt that the template omits before earlier replies."""
     ask = _Probe(tokenizer, wants_parts=traits.wants_parts)
     a, b, c = _user("probeask"), _assistant("probesaid"), _user("probeagain")
     prompt = ask.text((a,), is_thinking=is_thinking, add_generation_prompt=True)
@@ -107,7 +109,7 @@ class _Probe:
         add_generation_prompt: bool = False,
         today: date | None = None,
     ) -> str:
-        """Render; empty if the template refuses."""
+        """Render messages; empty if the template refuses them."""
         shown = [in_parts(message) if self.wants_parts else message for message in messages]
         try:
             return self.tokenizer.render_chat(
@@ -123,7 +125,7 @@ class _Probe:
     def shows(
         self, *messages: JsonObject, words: Sequence[str] = (), has_tools: bool = False
     ) -> bool:
-        """Whether all contents, or the given words, come out in order."""
+        """Whether all contents, or the given words, appear in order in the rendered text."""
         text, position = self.text(messages, has_tools=has_tools), 0
         for word in words or [str(message["content"]) for message in messages]:
             found = text.find(word, position)
@@ -134,7 +136,7 @@ class _Probe:
 
 
 def in_parts(message: JsonObject) -> JsonObject:
-    """Return a template's message with its content as a list of one text."""
+    """Return a template's message with its content as a list of one text part."""
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 

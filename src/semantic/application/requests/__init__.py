@@ -1,16 +1,17 @@
-"""A request's way from a protocol to the engine and back.
+"""The path of a request from a protocol to the engine and back.
 
 1. `service.py`: a protocol calls `InferenceService.start`. If the model must be loaded first, the
    request waits for it (`application/models`); then rate limits are checked (`limits.py`).
-2. `prepare.py`: in a thread of its own, the conversation becomes tokens (`application/prompt`) and
-   then a job: with its length, its grammar, and a budget for thinking (`thinking_budget.py`).
-3. `identity.py`: in between, its name or its tokens say whose turn it is; that agent is claimed.
+2. `prepare.py`: in a separate thread, the conversation becomes tokens (`application/prompt`) and
+   then a job with a maximum length, a grammar, and a budget for thinking (`thinking_budget.py`).
+3. `identity.py`: as part of that, the agent of the turn is found by name or by the prompt's tokens,
+   and claimed.
 4. `service.py` submits the job to the device's thread (`application/engine`).
-5. `reply.py`: the engine's events cross to the event loop, are parsed (`application/parsing`), and
-   wait for their reader. At the end the turn is logged (`application/agents`); then end hooks run:
-   the claim is released, the feed gets an event, the agent's next turn begins.
+5. `reply.py`: the engine's events cross to the event loop, are parsed (`application/parsing`) and
+   queued for the reader. At the end the turn is logged (`application/agents`). Then end hooks run:
+   they release the claim, publish an event to the feed, and start the agent's next turn.
 
-`stateful.py` stands before all this where the server keeps the conversation: an agent's turns queue
-there, and its oldest messages are dropped when they no longer fit. Embeddings take the same way
-through `service.py`.
+`stateful.py` precedes these steps if the server stores the conversation: it queues the turns of an
+agent, and drops the oldest messages when they no longer fit. Embedding requests also pass through
+`service.py`.
 """

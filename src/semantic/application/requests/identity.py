@@ -1,40 +1,43 @@
-"""Which agent is this? Named by the request, hinted at by the client, or known by what it says.
+"""Finds the agent of a request: by name, by a client's hint, or by the content of the prompt.
 
-Identity decides whose turn it is, never whether state is found: that depends on the tokens alone.
+Identity decides which agent's log receives the turn. It does not affect reuse of KV cache: cached
+blocks are found by the prompt's tokens alone.
 """
 
 import hashlib
 import logging
 import secrets
 import threading
-from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from semantic.application.agents.ledger import AgentLedger, as_anonymous
 from semantic.application.agents.sharing import PATIENCE_S, AgentLeases, Lease
 from semantic.domain.agents import Agent, Turn, check_agent_id
-from semantic.domain.blocks import TOKEN_BYTES, pack_tokens
+from semantic.domain.blocks import TOKEN_BYTES, pack_tokens, unpack_tokens
 from semantic.domain.chat import AgentHint
 from semantic.domain.errors import AgentNotFoundError, CachePersistenceError, InvalidRequestError
 
 _log = logging.getLogger(__name__)
 _MAX_ENDINGS = 100_000
-_MAX_ALIKE = 256  # agents known by one conversation that all of them had
-_MAX_FILLED = 10_000  # agents, the latest ones, whose ends are read at the start
-_MAX_SEARCHED = 64  # agents whose log is read for a turn whose own agent is gone
+_TAIL_TOKENS = 8  # last tokens of a conversation, compared before a prefix is hashed
+_MAX_UNKNOWN = 256  # latest lengths kept of conversations whose last tokens are unknown
+_MAX_ALIKE = 256  # agents remembered for one identical conversation
+_MAX_FILLED = 10_000  # most recent agents whose latest turn is read on the first lookup
+_MAX_FAILED = 16  # failed reads, with none successful, after which the ledger counts as unreadable
+_MAX_SEARCHED = 64  # agents tried as fork sources for a turn whose own agent is gone
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose turn it is.
+    """The agent that a turn belongs to.
 
     Attributes:
-        agent_id: An agent that is there, or one to be made when the turn is logged.
-        is_anonymous: Nobody named it; it expires when it is not used for a day.
-        fork: What it is to be made as; None makes it with no past.
+        agent_id: An existing agent, or one that is created when the turn is logged.
+        is_anonymous: No client named the agent; it expires after a day without use.
+        fork: The agent to create, as a fork of another; None creates one without history.
     """
 
     agent_id: str
@@ -43,7 +46,7 @@ class Identity:
 
 
 class BusyAgents:
-    """Which agents have a request running, or about to run. Thread-safe."""
+    """Counts the requests that run, or are about to run, for each agent. Thread-safe."""
 
     def __init__(self, leases: AgentLeases | None = None) -> None:
         self.lock = threading.Lock()
@@ -51,12 +54,12 @@ class BusyAgents:
         self.leases = leases or AgentLeases()
 
     def claim(self, tenant: str) -> "Claim":
-        """Begin a request that will have one of a tenant's agents."""
+        """Return a claim, still empty, for a request of this tenant."""
         return Claim(tenant, self)
 
 
 class Claim:
-    """The agent that one request has: from when it is identified until it ends. Thread-safe."""
+    """One request's hold on its agent, from identification to the end. Thread-safe."""
 
     def __init__(self, tenant: str, busy: BusyAgents) -> None:
         self._tenant = tenant
@@ -67,13 +70,16 @@ class Claim:
 
     @property
     def epoch(self) -> int | None:
-        """Of the lease of the agent; None where it needs none."""
+        """Epoch of the agent's lease; None if the claim has no lease."""
         return self._lease.epoch if self._lease else None
 
     def take(self, agent_id: str, *, patience_s: float = 0.0) -> bool:
-        """Have an agent if no other request has it, here or elsewhere; returns whether it is so.
+        """Claim an agent unless another request, on this server or another, has claimed it.
 
-        One that is elsewhere is waited for, if there is patience.
+        Waits up to `patience_s` for a lease that another server holds.
+
+        Returns:
+            Whether the agent is claimed; False also after `release`.
         """
         with self._busy.lock:
             if self._busy.counts[self._tenant, agent_id]:
@@ -90,12 +96,15 @@ class Claim:
         return False
 
     def share(self, agent_id: str) -> None:
-        """Claim an agent although others may have it too."""
+        """Claim an agent without a lease, even if other requests have claimed it."""
         with self._busy.lock:
             self._hold(agent_id)
 
     def release(self) -> None:
-        """Let the agent go, and take none from now on: nobody waits for the request any more."""
+        """Release the agent and its lease; later calls of `take` and `share` claim nothing.
+
+        Preparation may still be running in its thread after its request has failed.
+        """
         with self._busy.lock:
             self._is_released = True
             self._let_go()
@@ -116,43 +125,112 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How a conversation ended: its length, and the turn of each agent that had it."""
+    """End of a conversation: its length, last tokens, and latest turn by agent id."""
 
     num_tokens: int
+    tail: bytes
     turns: dict[str, str] = field(default_factory=dict)
 
 
 _Key: TypeAlias = tuple[str, str]  # tenant, digest of the conversation
 
 
-class Identities:
-    """Finds agents. Thread-safe."""
+class _Tails:
+    """Index of known conversations by their last tokens.
 
-    def __init__(self, agents: AgentLedger) -> None:
+    A lookup takes time linear in the prompt, however many conversations are known. The owner's lock
+    guards changes; `places` needs no lock.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: dict[bytes, Counter[int]] = {}  # lengths of conversations, by tail
+        self._last: Counter[int] = Counter()  # the last token of each tail
+        self._sizes: Counter[int] = Counter()  # sizes of tails in bytes
+        self._unknown: dict[int, None] = {}  # lengths of conversations whose tokens are not stored
+
+    def add(self, ending: _Ending) -> None:
+        tail = ending.tail
+        if not tail:
+            self._unknown[ending.num_tokens] = None
+            if len(self._unknown) > _MAX_UNKNOWN:
+                del self._unknown[next(iter(self._unknown))]
+            return
+        self._lengths.setdefault(tail, Counter())[ending.num_tokens] += 1
+        self._last[_last_token(tail)] += 1
+        self._sizes[len(tail)] += 1
+
+    def remove(self, ending: _Ending) -> None:
+        tail = ending.tail
+        if not tail:
+            self._unknown.pop(ending.num_tokens, None)
+            return
+        _decrease(lengths := self._lengths[tail], ending.num_tokens)
+        if not lengths:
+            del self._lengths[tail]
+        _decrease(self._last, _last_token(tail))
+        _decrease(self._sizes, len(tail))
+
+    def places(self, tokens: Sequence[int], packed: bytes, num_head: int) -> list[int]:
+        """Return, in ascending order, the lengths above `num_head` where a conversation may end."""
+        places = {length for length in tuple(self._unknown) if num_head < length <= len(tokens)}
+        last, sizes = self._last, tuple(self._sizes)
+        for at in [at for at, token in enumerate(tokens, 1) if token in last and at > num_head]:
+            end = at * TOKEN_BYTES
+            tails = (packed[max(0, end - size) : end] for size in sizes)
+            if any(at in self._lengths.get(tail, ()) for tail in tails):
+                places.add(at)
+        return sorted(places)
+
+
+def _last_token(tail: bytes) -> int:
+    return unpack_tokens(tail[-TOKEN_BYTES:])[0]
+
+
+def _decrease(counts: Counter[int], key: int) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
+
+
+class Identities:
+    """Finds the agent of each request. Thread-safe."""
+
+    def __init__(
+        self, agents: AgentLedger, new_hash: Callable[[], "hashlib._Hash"] = hashlib.sha256
+    ) -> None:
+        """Start with no known conversations.
+
+        Args:
+            agents: The ledger to search.
+            new_hash: Creates the hash of a prompt; must be the one `conversation_digest` uses.
+        """
         self._agents = agents
-        self._lock = threading.Lock()
+        self._new_hash = new_hash
+        self._lock = threading.Lock()  # held for a few lookups in memory, never to hash a prompt
         self._endings: OrderedDict[_Key, _Ending] = OrderedDict()
-        self._lengths: dict[str, list[int]] = {}  # of each ending, in order
+        self._tails: dict[str, _Tails] = {}  # by tenant
         self._fill_lock = threading.Lock()
         self._filled: set[str] = set()
 
     @property
     def num_known(self) -> int:
-        """How many agents' turns are remembered."""
+        """Number of turns remembered, over all conversations and agents."""
         with self._lock:
             return sum(len(ending.turns) for ending in self._endings.values())
 
     def identify(
         self, tenant: str, hint: AgentHint, tokens: Sequence[int], num_head: int, claim: Claim
     ) -> Identity:
-        """Say whose turn a prompt is, and claim that agent; nothing is written.
+        """Find the agent that a prompt belongs to, and claim it; writes nothing.
+
+        Returns a new anonymous agent if none matches, or if the named agent is busy.
 
         Args:
-            tenant: Whose agents count.
-            hint: What the request says.
+            tenant: Tenant whose agents are searched.
+            hint: What the request says about its agent.
             tokens: The prompt.
-            num_head: How many of them are tools and system prompt, which many agents share.
-            claim: The request's: where an agent has another request, a new one takes its place.
+            num_head: Number of leading tokens for tools and system prompt, which agents share.
+            claim: The request's claim.
         """
         if hint.previous_turn and not (hint.agent_id or hint.session):
             found = self._following(tenant, hint.previous_turn, claim)
@@ -165,14 +243,22 @@ class Identities:
             claim.share(found.agent_id)
         return found
 
-    def note(self, tenant: str, agent_id: str, turn: Turn) -> None:
-        """Remember how a conversation ended, so that who goes on with it is known."""
+    def note(self, tenant: str, agent_id: str, turn: Turn, last_tokens: Sequence[int] = ()) -> None:
+        """Remember the end of a conversation, to recognise a prompt that continues it.
+
+        Args:
+            tenant: The agent's tenant.
+            agent_id: The agent whose conversation it is.
+            turn: The latest turn of the conversation.
+            last_tokens: The last tokens, for a turn whose tokens are not stored.
+        """
         key = (tenant, turn.digest)
         with self._lock:
             ending = self._endings.get(key)
             if ending is None:
-                ending = self._endings[key] = _Ending(turn.num_tokens)
-                insort(self._lengths.setdefault(tenant, []), turn.num_tokens)
+                tail = pack_tokens((turn.tokens or last_tokens)[-_TAIL_TOKENS:])
+                ending = self._endings[key] = _Ending(turn.num_tokens, tail)
+                self._tails.setdefault(tenant, _Tails()).add(ending)
             self._endings.move_to_end(key)
             ending.turns.pop(agent_id, None)
             ending.turns[agent_id] = turn.id
@@ -182,13 +268,14 @@ class Identities:
                 self._drop(next(iter(self._endings)))
 
     def note_remote_turn(self, tenant: str, agent_id: str, turn_id: str) -> None:
-        """Remember how a conversation ended in another process; an empty tenant means all of them.
+        """Remember a turn that another process logged; reads the turn from the ledger.
 
-        Reads the turn.
+        An empty tenant means that notices may be lost: the next request of each tenant reads the
+        latest turns of all its agents again.
         """
         if not tenant:
             with self._fill_lock:
-                self._filled.clear()  # learn anew what was missed
+                self._filled.clear()
         elif turn_id and (turn := self._agents.turn(tenant, turn_id)) is not None:
             self.note(tenant, agent_id, turn)
 
@@ -200,19 +287,22 @@ class Identities:
         if hint.session:
             return _as_id("session", hint.session)
         if hint.client_key:
-            # A client's sub-agents share its session; their tools and system prompts differ.
+            # Sub-agents of a client share its key, but differ in tools and system prompt.
             return _as_id("client", f"{hint.client_key}\n{_digest(pack_tokens(head))}")
         return None
 
     def _following(self, tenant: str, turn_id: str, claim: Claim) -> Identity | None:
-        """An idle agent whose latest turn it is, else a fork of one that came by."""
+        """Return an idle agent with this turn as its head, else a fork of one that had it."""
+        turn = self._agents.turn(tenant, turn_id)
+        owner = self._agents.find(tenant, turn.agent_id) if turn else None
+        owners = (owner,) if owner else ()
+        if owner and owner.head == turn_id and claim.take(owner.id):
+            return Identity(owner.id, owner.is_anonymous)  # the common case needs no search
         agents = self._agents.agents(tenant)
         for agent in agents:
             if agent.head == turn_id and claim.take(agent.id):
                 return Identity(agent.id, agent.is_anonymous)
-        turn = self._agents.turn(tenant, turn_id)
-        owner = self._agents.find(tenant, turn.agent_id) if turn else None
-        for agent in (*((owner,) if owner else ()), *agents[:_MAX_SEARCHED]):
+        for agent in (*owners, *agents[:_MAX_SEARCHED]):
             if (fork := self._fork(agent, turn_id, claim)) is not None:
                 return fork
         return None
@@ -220,7 +310,7 @@ class Identities:
     def _known(
         self, tenant: str, tokens: Sequence[int], num_head: int, claim: Claim
     ) -> Identity | None:
-        """Who had a beginning of the prompt as its conversation, the longest first."""
+        """Return the agent with the longest conversation that is a prefix of the prompt."""
         for key, turns in self._matches(tenant, tokens, num_head):
             found = self._choose(key, turns, claim)
             if found is not None:
@@ -230,27 +320,28 @@ class Identities:
     def _matches(
         self, tenant: str, tokens: Sequence[int], num_head: int
     ) -> list[tuple[_Key, dict[str, str]]]:
-        """What is known of the prompt's beginnings, the longest first."""
+        """Return known conversations that are prefixes of the prompt, longest first."""
         self._fill(tenant)
+        tails = self._tails.get(tenant)
         packed = pack_tokens(tokens)
         found: list[tuple[_Key, dict[str, str]]] = []
-        with self._lock:
-            lengths = self._lengths.get(tenant, [])
-            first, last = bisect_right(lengths, num_head), bisect_right(lengths, len(tokens))
-            running, position = hashlib.sha256(), 0
-            for length in dict.fromkeys(lengths[first:last]):
-                running.update(packed[position * TOKEN_BYTES : length * TOKEN_BYTES])
-                position = length
-                key = (tenant, running.hexdigest())
+        running, position = self._new_hash(), 0
+        for length in tails.places(tokens, packed, num_head) if tails else ():
+            running.update(packed[position * TOKEN_BYTES : length * TOKEN_BYTES])
+            position = length
+            key = (tenant, running.hexdigest())
+            with self._lock:
                 ending = self._endings.get(key)
                 if ending is not None:
                     found.append((key, dict(ending.turns)))
         return found[::-1]
 
     def _choose(self, key: _Key, turns: dict[str, str], claim: Claim) -> Identity | None:
-        """Of agents that came by a turn: one that is still there, else one to take back or fork.
+        """Choose among agents that had the same conversation.
 
-        An agent that somebody named is nobody else's to move: it is forked.
+        An idle anonymous agent is preferred: first one that is still at this turn, else one that is
+        rewound to it. An agent that a client named is forked, because only requests that name it
+        may change it.
         """
         tenant, _ = key
         found = {agent_id: self._agents.find(tenant, agent_id) for agent_id in turns}
@@ -261,23 +352,22 @@ class Identities:
             reverse=True,
         )
         for agent in present:
-            # If it has gone on since, the turn that is logged takes it back there.
+            # If the agent has advanced since, logging the new turn rewinds it.
             if agent.is_anonymous and claim.take(agent.id):
                 return Identity(agent.id, is_anonymous=True)
         latest = max(present, key=lambda agent: agent.last_used, default=None)
         return self._fork(latest, turns[latest.id], claim) if latest else None
 
     def _fork(self, agent: Agent, turn_id: str, claim: Claim) -> Identity | None:
-        """A fork that is made when its turn is logged: a request that is refused leaves none."""
+        """Describe a fork; it is created with its turn, so a refused request leaves none behind."""
         try:
             fork = self._agents.preview_fork(agent, _new_id(), turn_id)
         except AgentNotFoundError:
-            return None  # it went back before that turn meanwhile
+            return None  # the agent was rewound past that turn
         claim.share(fork.id)
         return Identity(fork.id, is_anonymous=True, fork=as_anonymous(fork))
 
     def _forget(self, key: _Key, agent_ids: Sequence[str]) -> None:
-        """Forget agents that are gone."""
         with self._lock:
             ending = self._endings.get(key)
             if ending is None:
@@ -288,32 +378,39 @@ class Identities:
                 self._drop(key)
 
     def _drop(self, key: _Key) -> None:
-        lengths = self._lengths[key[0]]
-        del lengths[bisect_left(lengths, self._endings.pop(key).num_tokens)]
+        self._tails[key[0]].remove(self._endings.pop(key))
 
     def _fill(self, tenant: str) -> None:
-        """Learn once how the conversations of all known agents ended; others wait for that."""
+        """Read the latest turn of the tenant's agents, once; concurrent callers wait."""
         with self._fill_lock:
             if tenant in self._filled:
                 return
-            try:
-                for agent in reversed(self._agents.agents(tenant)[:_MAX_FILLED]):
+            num_read, num_failed = 0, 0
+            for agent in reversed(self._agents.agents(tenant)[:_MAX_FILLED]):
+                if not num_read and num_failed == _MAX_FAILED:
+                    break
+                try:
                     turn = self._agents.turn(tenant, agent.head) if agent.head else None
-                    if turn is not None:
-                        self.note(tenant, agent.id, turn)
-            except CachePersistenceError as error:
-                _log.warning("agents cannot be identified by content: %s", error.message)
+                except CachePersistenceError as error:
+                    num_failed += 1
+                    problem = "agent %s cannot be identified by content: %s"
+                    _log.warning(problem, agent.id, error.message)
+                    continue
+                num_read += 1
+                if turn is not None:
+                    self.note(tenant, agent.id, turn)
+            if num_failed and not num_read:
                 return  # the next request tries again
             self._filled.add(tenant)
 
 
 def _claimed(agent_id: str, hint: AgentHint, claim: Claim) -> Identity | None:
-    """The agent that a request names, unless it is busy."""
+    """Return the agent that a request names; None if it is busy."""
     if hint.continuation is not None:
-        claim.share(agent_id)  # it waited for its turn, and is never another
+        claim.share(agent_id)  # `StatefulChat` has queued the turn and holds the lease
     elif not claim.take(agent_id, patience_s=PATIENCE_S):
         return None
-    # A client's own key is a hint, not a name: nobody will ask for that agent again.
+    # A client key is a hint and not a name, so its agent may expire.
     return Identity(agent_id, is_anonymous=not (hint.agent_id or hint.session))
 
 
@@ -326,7 +423,7 @@ def _digest(data: bytes) -> str:
 
 
 def _as_id(kind: str, key: str) -> str:
-    """A key as an agent's id; one that cannot be is hashed."""
+    """Return the key if it is a valid agent id, else a hash of it."""
     try:
         check_agent_id(key, kind)
     except InvalidRequestError:

@@ -1,9 +1,10 @@
-"""Who asks, by the keys there are now, and how much: requests and tokens a minute, replies at once.
+"""Authentication, and rate limits: requests and tokens per minute, concurrent replies.
 
-Each limit is a bucket that holds a minute's worth and refills steadily. A request is admitted while
-every bucket that concerns it (of all together, of its key, of its agent) has something in it. Its
-prompt is taken out when it is known, its reply when it has ended; tokens that were reused are given
-back then. So a bucket can be overdrawn by what runs already, and the next request waits longer.
+Each limit is a token bucket that holds one minute's worth and refills continuously. A request is
+admitted if each of its buckets (global, per key, per agent) holds at least 1. Prompt tokens are
+charged when the prompt is known, completion tokens when the reply ends. Reused prompt tokens are
+refunded at the end; all prompt tokens are refunded if the request is refused or the server fails
+it. Running requests can therefore overdraw a bucket, and the next request waits longer.
 """
 
 import itertools
@@ -15,7 +16,12 @@ from dataclasses import dataclass, replace
 
 from semantic.domain.access import LIMIT_KINDS, Allowance, KeyRing, LimitKind, Rate
 from semantic.domain.agents import LOCAL_TENANT, Principal, Reuse
-from semantic.domain.errors import AuthenticationError, InvalidRequestError, RateLimitedError
+from semantic.domain.errors import (
+    AuthenticationError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    RateLimitedError,
+)
 from semantic.domain.events import Failed, Finished
 
 _MINUTE_S = 60.0
@@ -25,12 +31,12 @@ _BUSY_RETRY_S = 1.0
 
 @dataclass(slots=True)
 class Bucket:
-    """What is left of a minute's worth; less than nothing if more was used than there was.
+    """A token bucket for one limit; its level is negative while it is overdrawn.
 
     Attributes:
-        per_minute: What it holds, and by how much it fills in a minute.
-        level: What was in it at a time.
-        at: That time.
+        per_minute: Capacity, and the amount refilled per minute.
+        level: Amount left at the time `at`.
+        at: Time of the last refill, in seconds.
     """
 
     per_minute: int
@@ -38,19 +44,19 @@ class Bucket:
     at: float
 
     def refill(self, per_minute: int, now: float) -> None:
-        """Let time pass; the limit may have changed meanwhile."""
+        """Add what accrued up to `now`; `per_minute` is the current limit, which may change."""
         self.per_minute = per_minute
         gained = (now - self.at) * per_minute / _MINUTE_S
         self.level, self.at = min(self.level + gained, per_minute), now
 
     def wait_s(self, level: float) -> float:
-        """How long until it holds so much."""
+        """Return the seconds until the bucket reaches `level`."""
         return max(0.0, level - self.level) * _MINUTE_S / self.per_minute
 
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
-    """What a limit counts over: everything, a key, or an agent."""
+    """What a limit applies to: all clients, a key, or an agent."""
 
     key: tuple[str, ...]
     noun: str
@@ -58,16 +64,16 @@ class _Scope:
 
 
 class RateLimits:
-    """All buckets, and who has replies running. Used on the event loop's thread."""
+    """All buckets, and the number of running replies per tenant. Event loop's thread only."""
 
     def __init__(
         self, ring: Callable[[], KeyRing] = KeyRing, now: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start full.
+        """Start with full buckets.
 
         Args:
-            ring: The limits in force; they may change at any time.
-            now: Seconds, from whenever.
+            ring: Returns the limits in force; they may change at any time.
+            now: A monotonic clock, in seconds.
         """
         self._ring = ring
         self._now = now
@@ -75,10 +81,10 @@ class RateLimits:
         self._running: Counter[str] = Counter()
 
     def admit(self, principal: Principal) -> "Ticket":
-        """Count a request, before anything is done for it.
+        """Count a request, before any work is done for it.
 
         Raises:
-            RateLimitedError: it is one too many.
+            RateLimitedError: a rate limit or the limit of concurrent replies is reached.
         """
         limit = self._ring().policy(principal.tenant).max_concurrent
         if limit is not None and self._running[principal.tenant] >= limit:
@@ -92,13 +98,13 @@ class RateLimits:
         return Ticket(self, principal, scopes)
 
     def leave(self, tenant: str) -> None:
-        """Undo an `admit` as far as replies at once are concerned."""
+        """Decrement the tenant's count of concurrent replies, which `admit` incremented."""
         self._running[tenant] -= 1
         if not self._running[tenant]:
             del self._running[tenant]
 
     def allowances(self, principal: Principal) -> list[Allowance]:
-        """What is left for a key: the tightest limit of each kind that there is."""
+        """Return what a key has left: for each kind of limit, the one with the least remaining."""
         tightest: dict[LimitKind, Allowance] = {}
         for _, kind, bucket in self._filled(self._scopes(principal)):
             left = _allowance(kind, bucket)
@@ -108,15 +114,15 @@ class RateLimits:
         return list(tightest.values())
 
     def agent_scope(self, principal: Principal, agent_id: str) -> _Scope:
-        """The limits of one agent."""
+        """Return the scope for the limits of one agent."""
         rate = self._ring().policy(principal.tenant).agent_rate
         return _Scope(("agent", principal.tenant, agent_id), f"agent {agent_id}", rate)
 
     def take_request(self, scopes: list[_Scope]) -> None:
-        """Take a request out of buckets, if each has one, and some tokens.
+        """Charge one request, if every bucket of requests and of tokens holds at least 1.
 
         Raises:
-            RateLimitedError: one has not; nothing was taken.
+            RateLimitedError: a bucket holds less than 1; nothing was charged.
         """
         filled = list(self._filled(scopes))
         for scope, kind, bucket in filled:
@@ -124,7 +130,7 @@ class RateLimits:
             if wait_s > 0:
                 left = _allowance(kind, bucket)
                 raise RateLimitedError(
-                    f"{scope.noun} may have {left.limit} {kind} a minute, and has had them; "
+                    f"rate limit of {left.limit} {kind}/minute exceeded for {scope.noun}; "
                     f"try again in {math.ceil(wait_s)} s.",
                     retry_after_s=wait_s,
                     allowance=(kind, left.limit, left.reset_s),
@@ -133,7 +139,7 @@ class RateLimits:
             bucket.level -= kind == "requests"
 
     def take_tokens(self, scopes: list[_Scope], number: int) -> None:
-        """Take tokens out of buckets, whatever is in them; a negative number is given back."""
+        """Charge tokens, even if that overdraws a bucket; a negative number is a refund."""
         for _, kind, bucket in self._filled(scopes):
             if kind == "tokens":
                 bucket.level -= number
@@ -145,7 +151,7 @@ class RateLimits:
         return [everything, _Scope(key, "this key", ring.key_rate(principal))]
 
     def _filled(self, scopes: list[_Scope]) -> Iterator[tuple[_Scope, LimitKind, Bucket]]:
-        """The buckets of those limits that there are, as full as they are now."""
+        """Yield the buckets of the configured limits, refilled up to now."""
         now = self._now()
         for scope, kind in itertools.product(scopes, LIMIT_KINDS):
             per_minute = getattr(scope.rate, kind)
@@ -162,7 +168,7 @@ class RateLimits:
         return bucket
 
     def _forget_full(self, now: float) -> None:
-        """Forget agents whose buckets are full, and the oldest half if all have used theirs."""
+        """Remove the full buckets of agents; if none is full, the oldest half of them."""
         agents = [key for key in self._buckets if key[0] == "agent"]
         used = []
         for key in agents:
@@ -177,35 +183,48 @@ class RateLimits:
 
 
 class Ticket:
-    """One admitted request, until it has ended."""
+    """Accounts for one admitted request until it ends."""
 
     def __init__(self, limits: RateLimits, principal: Principal, scopes: list[_Scope]) -> None:
         self._limits = limits
         self._principal = principal
         self._scopes = scopes
+        self._num_prompt = 0
         self._is_open = True
 
     def charge(self, agent_id: str | None, num_prompt: int) -> None:
-        """Count a prompt, once its agent is known; None is no agent's.
+        """Charge the prompt's tokens, and a request to its agent; None if it has no agent.
 
         Raises:
-            RateLimitedError: the agent has had all it may have.
+            RateLimitedError: a rate limit of the agent is reached.
         """
         if agent_id is not None:
             agent = self._limits.agent_scope(self._principal, agent_id)
             self._limits.take_request([agent])
             self._scopes = [*self._scopes, agent]
         self._limits.take_tokens(self._scopes, num_prompt)
+        self._num_prompt = num_prompt
 
     def end(self, event: Finished | Failed, reuse: Reuse) -> None:
-        """Count a reply, and give back what was reused; an end hook of replies."""
+        """Charge the completion tokens and refund reused prompt tokens; an end hook of replies.
+
+        A failed reply costs no tokens, unless it failed because it exceeded its time limit.
+        """
+        if isinstance(event, Failed) and not isinstance(event.error, GenerationTimeoutError):
+            self.refund()
         if self._is_open:
             generated = event.usage.completion_tokens if isinstance(event, Finished) else 0
             self._limits.take_tokens(self._scopes, generated - reuse.reused)
         self.release()
 
+    def refund(self) -> None:
+        """Refund the prompt's tokens of a refused or failed request, and release. Idempotent."""
+        if self._is_open:
+            self._limits.take_tokens(self._scopes, -self._num_prompt)
+        self.release()
+
     def release(self) -> None:
-        """Let another reply take its place; idempotent."""
+        """Free the slot among the tenant's concurrent replies. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._limits.leave(self._principal.tenant)
@@ -216,36 +235,38 @@ def _allowance(kind: LimitKind, bucket: Bucket) -> Allowance:
     return Allowance(kind, bucket.per_minute, remaining, bucket.wait_s(bucket.per_minute))
 
 
-# -- who asks -------------------------------------------------------------------------------------
+# -- authentication -------------------------------------------------------------------------------
 
 
 class Access:
-    """The keys in force. Safe on any thread: they are replaced as a whole.
+    """Authenticates requests against the current API keys.
+
+    Thread-safe: `reload` replaces the key ring as a whole.
 
     Attributes:
         ring: All keys and limits.
     """
 
     def __init__(self, load: Callable[[], KeyRing], principal: Callable[[str], Principal]) -> None:
-        """Read the keys.
+        """Load the keys.
 
         Args:
-            load: Reads them, from wherever they are.
-            principal: Finds a tenant, or makes it with a salt of its own.
+            load: Reads the keys from their source.
+            principal: Finds a tenant, or creates it with its own salt.
 
         Raises:
-            InvalidRequestError: they cannot be read.
+            InvalidRequestError: the keys cannot be read.
         """
         self._load = load
         self._principal = principal
         self.ring = load()
 
     def reload(self) -> None:
-        """Read the keys again; those in force stay if that fails.
+        """Load the keys again; if that fails, the current keys stay in force.
 
         Raises:
-            InvalidRequestError: they cannot be read, or there are none where there were some: a
-                lost file must not open a server to everybody.
+            InvalidRequestError: the keys cannot be read, or there are none although there were
+                some: a lost key file must not make the server public.
         """
         ring = self._load()
         if self.ring.is_guarded and not ring.is_guarded:
@@ -255,13 +276,13 @@ class Access:
         self.ring = ring
 
     def authenticate(self, secrets: Iterable[str]) -> Principal:
-        """Say on whose behalf a request comes.
+        """Return the principal of a request.
 
         Args:
-            secrets: What it sent as its key; clients may send two.
+            secrets: The keys that the request sent; clients may send two.
 
         Raises:
-            AuthenticationError: none of them is a key. Says nothing else, whatever was wrong.
+            AuthenticationError: none of them is valid. The message does not reveal the cause.
         """
         ring = self.ring
         if not ring.is_guarded:

@@ -1,9 +1,10 @@
-"""From a request to a job: render, identify, constrain and check, in threads of their own."""
+"""Turns a request into a job: render, identify, constrain and check, in separate threads."""
 
 import asyncio
 import contextlib
 import contextvars
 import functools
+import logging
 import secrets
 import threading
 import weakref
@@ -35,23 +36,24 @@ from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import ModelBackendPort
 from semantic.ports.text import TokenConstraint
 
+_log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 NUM_THREADS = 8
-_TAIL_TOKENS = 32  # enough to see a marker at the end of a prompt
+_TAIL_TOKENS = 32  # enough to contain a thinking marker at the end of a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request that is ready to run.
+    """A request that is ready to be queued.
 
     Attributes:
-        shape: What its reply must look like.
-        identity: Whose turn it is.
-        span: Counts the reply's thinking; None if the model has none.
-        day: The date its prompt shows; None if it shows none.
-        num_begun: Tokens at the end of the prompt that the reply begins with.
+        shape: The required form of the reply.
+        identity: The agent that the turn belongs to.
+        span: Counts the tokens of thinking; None if the model does not think.
+        day: The date shown in the prompt; None if it shows none.
+        num_begun: Tokens at the end of the prompt that are the beginning of the reply.
     """
 
     request: ChatRequest
@@ -66,7 +68,7 @@ class PreparedRequest:
 
 
 class Preparation:
-    """Makes jobs of requests. Safe on any thread; may take long for long prompts."""
+    """Turns requests into jobs. Thread-safe; a long prompt can take long."""
 
     def __init__(
         self,
@@ -89,16 +91,18 @@ class Preparation:
     def prepare(
         self, request: ChatRequest, principal: Principal, model: LoadedModel, claim: Claim
     ) -> PreparedRequest:
-        """Render, identify, constrain and check; claims the agent, and writes nothing yet.
+        """Render, identify, constrain and check a request; claims its agent, writes nothing.
 
         Raises:
-            InvalidRequestError: a part cannot be shown to the model, or cannot be enforced.
-            ContextLengthError: it does not fit.
-            QuotaExceededError: its agent has had all its turns.
-            StateQuotaError: its agent may not keep that much.
+            InvalidRequestError: the model does not support a part of the request, or the output
+                format cannot be enforced.
+            ContextLengthError: the prompt leaves too little room for a reply.
+            QuotaExceededError: the agent's turns or the tenant's disk quota are used up.
+            StateQuotaError: the prompt's KV cache exceeds the agent's quota.
         """
-        root = model.root(principal)
-        prompt, day = self._render(request, model, TenantReplays(root, self._replays))
+        self._agents.storage.check(principal.tenant)
+        root, texts = model.root(principal), model.text_root(principal)
+        prompt, day = self._render(request, model, TenantReplays(texts, self._replays))
         identity = self._identities.identify(
             principal.tenant, request.agent, prompt.tokens, prompt.num_head, claim
         )
@@ -138,32 +142,33 @@ class Preparation:
         )
 
     def count_tokens(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> int:
-        """Count the tokens of the prompt that `prepare` would make; changes nothing."""
-        replays = TenantReplays(model.root(principal), self._replays, is_used=False)
+        """Count the tokens of the prompt that `prepare` would render; changes nothing."""
+        replays = TenantReplays(model.text_root(principal), self._replays, is_used=False)
         prompt, _ = self._render(request, model, replays)
         return len(prompt.tokens)
 
     def keep_day(self, prepared: PreparedRequest) -> None:
-        """Let the agent of a request that was answered go on with the date it was shown."""
+        """Store the date shown in the prompt, so that later prompts of the agent show the same."""
         if prepared.day is not None:
-            self._dates.keep(prepared.job.root, prepared.request.without_beginning, prepared.day)
+            root = prepared.model.text_root(prepared.principal)
+            self._dates.keep(root, prepared.request.without_beginning, prepared.day)
 
     def _render(
         self, request: ChatRequest, model: LoadedModel, replays: TenantReplays
     ) -> tuple[Prompt, date | None]:
-        """Write the prompt with what the reply begins with; returns the date it shows too."""
+        """Render the prompt and the given beginning of the reply; also returns the date shown."""
         if request.raw_prompt is not None:
             return Prompt(_raw_tokens(request.raw_prompt, model)), None
         if not request.is_continued:
             return self._render_chat(request, model, replays)
         beginning = request.beginning
         require_whole_characters(beginning, param=f"messages[{len(request.messages) - 1}]")
-        # An answer that has begun is not thought about any more.
+        # The client has given the beginning of the answer, so thinking is over.
         asked = replace(request.without_beginning, thinking=Thinking(is_enabled=False))
         prompt, day = self._render_chat(asked, model, replays)
         visible = model.reply_format.visible_ids(model.tokenizer.special_ids, has_tools=False)
         opening = model.reply_format.opening(_tail(prompt, model, visible))
-        # Encoded apart from what comes before it, as the model would have written it.
+        # Encoded separately from the prompt, as the model would have generated it.
         written = model.tokenizer.encode_plain(beginning)
         return prompt.followed_by((*model.tokenizer.encode(opening), *written)), day
 
@@ -180,13 +185,16 @@ class Preparation:
             raise InvalidRequestError("messages or tools are nested too deeply.") from None
 
     def _max_kept(self, agent: Agent, num_prompt: int, model: LoadedModel) -> int | None:
-        """How many tokens an agent may keep; refuses a turn that its quota does not allow."""
+        """Return how many tokens of KV cache the agent may keep; None if unlimited.
+
+        Raises if the quota does not allow the turn.
+        """
         self._agents.check_quota(agent)
         max_bytes = agent.quota.max_bytes
         if max_bytes is None:
             return None
         spec, bits = model.backend.spec, model.backend.traits.state_bits
-        # By its tokens, wherever their state is and however it rests: evicting changes nothing.
+        # Counted by tokens, wherever their KV cache is stored, so eviction does not change it.
         limit = spec.tokens_within(max_bytes, bits)
         if (nbytes := spec.bytes_per_context(num_prompt, bits)) > max_bytes:
             raise StateQuotaError(
@@ -198,7 +206,7 @@ class Preparation:
         return limit
 
     def _max_tokens(self, request: ChatRequest, num_prompt: int, model: LoadedModel) -> int:
-        """How long the reply may be: what was asked for, cut to the room that is left."""
+        """Return the maximum length of the reply: as requested, limited to the free context."""
         limit, limited_by = model.backend.spec.max_context, "the model's context"
         if self._device.longest_sequence < limit:
             limit, limited_by = self._device.longest_sequence, "this server's memory"
@@ -207,27 +215,30 @@ class Preparation:
             raise ContextLengthError(
                 num_prompt=num_prompt, limit=limit, limited_by=limited_by, param="messages"
             )
-        # Clients ask for the longest reply they can take, whatever the model can make.
+        # Clients often request more than the context allows, so the value is cut, not refused.
         default = self._device.limits.default_max_tokens or model.defaults.max_tokens
         return min(request.stop.max_tokens or default or room, room)
 
 
 class PastConversations:
-    """What agents said before a model was loaded, told once for each tenant: guesses start there.
+    """Conversations from before the model was loaded, as a source of draft tokens.
 
-    Safe on any thread; reads the ledger.
+    Each tenant's conversations are returned once per loaded model. Thread-safe; reads the ledger.
     """
 
     _MAX_AGENTS = 16
-    _MAX_TOKENS = 8192  # of each, the last ones
+    _MAX_TOKENS = 8192  # last tokens of each conversation
 
     def __init__(self, agents: AgentLedger) -> None:
         self._agents = agents
-        self._backend: Callable[[], ModelBackendPort | None] = lambda: None  # not to keep it
+        self._backend: Callable[[], ModelBackendPort | None] = lambda: None  # a weak reference
         self._told: set[BlockName] = set()
 
     def of(self, tenant: str, root: BlockName, model: LoadedModel) -> tuple[tuple[int, ...], ...]:
-        """The latest conversations of a tenant's agents with a model, the oldest first."""
+        """Return the latest conversations of a tenant's agents with a model, oldest first.
+
+        Empty on later calls for the same root, and for a backend that accepts no draft tokens.
+        """
         if model.backend is not self._backend():
             self._backend, self._told = weakref.ref(model.backend), set()
         if root in self._told or not model.backend.traits.max_draft:
@@ -244,7 +255,7 @@ class PastConversations:
 def _shape(
     request: ChatRequest, prompt: Prompt, model: LoadedModel
 ) -> tuple[Mapping[int, bytes], ReplyShape]:
-    """What the reply must look like, and the special tokens that are text in it."""
+    """Return the special tokens that count as text in the reply, and the reply's form."""
     is_plain = prompt.has_tool_markup or request.raw_prompt is not None
     reply_format = ReplyFormat() if is_plain else model.reply_format
     visible = reply_format.visible_ids(model.tokenizer.special_ids, has_tools=bool(request.tools))
@@ -264,7 +275,7 @@ def _shape(
 def _constraint(
     shape: ReplyShape, max_tokens: int, beginning: str, model: LoadedModel
 ) -> TokenConstraint | None:
-    """Enforce a reply's form, from its beginning on."""
+    """Return a constraint for the reply's form, advanced past the reply's given beginning."""
     if model.grammar is None:
         return None
     encode, encode_plain = model.tokenizer.encode, model.tokenizer.encode_plain
@@ -303,23 +314,23 @@ def _within(
     visible: Mapping[int, bytes],
     inner: TokenConstraint | None,
 ) -> TokenConstraint | None:
-    """Constrain a reply to think for so many tokens at most."""
+    """Add a limit of `budget` tokens of thinking to a constraint."""
     span, markers = _span(shape, model, visible), shape.format.thinking_markers
     if span is None or markers is None:
         return inner
-    # Models put it on a line of its own.
+    # Models write the end marker on its own line.
     way_out = model.tokenizer.encode(f"\n{markers.end}")
     return ThinkingBudget(budget, span, way_out, model.tokenizer.vocab_size, inner)
 
 
 def _predicted(request: ChatRequest, model: LoadedModel) -> tuple[int, ...]:
-    """What a client expects, as the model would write it."""
+    """Tokenise the reply that the client predicts."""
     require_whole_characters(request.prediction, param="prediction")
     return tuple(model.tokenizer.encode_plain(request.prediction)) if request.prediction else ()
 
 
 def _raw_tokens(prompt: RawPrompt, model: LoadedModel) -> tuple[int, ...]:
-    """Tokens of a prompt that is taken as it stands."""
+    """Return the tokens of a prompt that no chat template is applied to."""
     content = prompt.content
     if isinstance(content, str):
         require_whole_characters(content, param="prompt")
@@ -333,7 +344,7 @@ def _raw_tokens(prompt: RawPrompt, model: LoadedModel) -> tuple[int, ...]:
 
 
 def _tail(prompt: Prompt, model: LoadedModel, visible: Mapping[int, bytes]) -> str:
-    """The end of a prompt as text, markers that are special tokens included."""
+    """Decode the end of a prompt, including markers that are special tokens."""
     pieces = (
         visible.get(token) or model.tokenizer.token_bytes(token)
         for token in prompt.tokens[-_TAIL_TOKENS:]
@@ -342,20 +353,42 @@ def _tail(prompt: Prompt, model: LoadedModel, visible: Mapping[int, bytes]) -> s
 
 
 def _block_ends(prompt: Prompt, spec: ModelCacheSpec) -> tuple[int, ...]:
-    """Where blocks end early: after the shared head; everywhere if only there can be resumed."""
+    """Return the positions where a block ends even if it is not full.
+
+    With full attention only, that is the end of the head, which agents share. Other kinds of layers
+    can resume only where a block ends, so blocks end at every boundary.
+    """
     if spec.kinds == (LayerKind.FULL,):
         return (prompt.num_head,) if prompt.num_head else ()
     return prompt.boundaries
 
 
-class PreparationThreads:
-    """A few threads, with a deadline, never waited for at the end; used on the loop's thread.
+def _start_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="prepare", daemon=True).start()
 
-    A thread cannot be ended. One that does not come back keeps its place, its request is answered
-    with an error, and when all places are lost that way the server says that it is stuck.
+
+class PreparationThreads:
+    """A limited number of daemon threads, with a deadline. Used on the event loop's thread.
+
+    Python cannot stop a thread. A thread that exceeds the deadline keeps its slot, and its request
+    fails; when such threads occupy all slots, `problem` reports it. Shutdown does not wait for
+    threads.
     """
 
-    def __init__(self, timeout_s: float, num_threads: int = NUM_THREADS) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        num_threads: int = NUM_THREADS,
+        start: Callable[[Callable[[], None]], None] = _start_thread,
+    ) -> None:
+        """Start with all slots free.
+
+        Args:
+            timeout_s: The longest wait for a slot, and then for the work.
+            num_threads: The number of slots.
+            start: Runs work in a new thread; raises `RuntimeError` if none can be started.
+        """
+        self._start = start
         self._timeout_s = timeout_s
         self._num_threads = num_threads
         self._places = asyncio.Semaphore(num_threads)
@@ -363,7 +396,7 @@ class PreparationThreads:
 
     @property
     def problem(self) -> str:
-        """What is wrong, for `/health`; empty if nothing is."""
+        """Problem to report in `/health`; empty if there is none."""
         if len(self._late) < self._num_threads:
             return ""
         return (
@@ -372,11 +405,11 @@ class PreparationThreads:
         )
 
     async def run(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Do some work and return its result.
+        """Run work in a thread and return its result.
 
         Raises:
-            OverloadedError: no thread became free in time.
-            GenerationTimeoutError: the work took too long; it goes on, and its result is dropped.
+            OverloadedError: no slot became free in time, or no thread can be started.
+            GenerationTimeoutError: the work took too long; it continues and its result is dropped.
         """
         try:
             await asyncio.wait_for(self._places.acquire(), self._timeout_s)
@@ -391,13 +424,18 @@ class PreparationThreads:
         def do() -> None:
             try:
                 settle = functools.partial(result.set_result, work(*args, **kwargs))
-            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            except BaseException as error:  # noqa: BLE001 - raised in the awaiting coroutine
                 settle = functools.partial(result.set_exception, error)
-            with contextlib.suppress(RuntimeError):  # the loop may be gone
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
                 loop.call_soon_threadsafe(settle)
 
-        context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=[do], name="prepare", daemon=True).start()
+        try:
+            self._start(functools.partial(contextvars.copy_context().run, do))
+        except Exception as error:  # noqa: BLE001 - raised below, after the slot is free
+            _log.warning("cannot start a thread to prepare a request: %s", error)
+            result.set_exception(
+                OverloadedError("the server cannot start a thread; try again.", retry_after_s=5)
+            )
         done, _ = await asyncio.wait({result}, timeout=self._timeout_s)
         if done:
             return result.result()
@@ -410,4 +448,4 @@ class PreparationThreads:
     def _settled(self, result: "asyncio.Future[Any]") -> None:
         self._places.release()
         self._late.discard(result)
-        result.exception()  # nobody may be left to look at it
+        result.exception()  # marks it as retrieved: the caller may have given up

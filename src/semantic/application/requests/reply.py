@@ -1,7 +1,7 @@
-"""Events from the engine's thread, handed to the coroutines that wait for them.
+"""Passes events from the engine's thread to the coroutines that read replies.
 
-The engine's events cross to the event loop in one call a step. A reader that is slower than the
-device costs no more than the text it has not read: pieces that wait are joined.
+All events of an engine step cross to the event loop in one call. Unread deltas are joined, so the
+memory for a slow reader is bounded by the text it has not read.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from semantic.application.parsing import MessageFold, ReplyParser
 from semantic.application.requests.thinking_budget import ThinkingSpan
 from semantic.domain.agents import Reuse
 from semantic.domain.chat import Message
-from semantic.domain.errors import SemanticError
+from semantic.domain.errors import SemanticError, internal_error
 from semantic.domain.events import (
     Event,
     Failed,
@@ -32,13 +32,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FinishedReply:
-    """A reply that is complete.
+    """A complete reply.
 
     Attributes:
-        state: What it left behind.
-        event: Its last event.
-        message: What it said.
-        raw_text: The same as the model wrote it, markup included.
+        state: Its tokens and sealed KV cache.
+        event: The engine's final event.
+        message: The parsed message.
+        raw_text: The text as the model wrote it, with markup.
     """
 
     state: ReplyState
@@ -48,23 +48,23 @@ class FinishedReply:
 
 
 class UnloggedReplyError(Exception):
-    """A reply that must not count, since its turn could not be logged."""
+    """Fails a reply because its turn could not be logged."""
 
     def __init__(self, error: SemanticError) -> None:
         super().__init__(error.message)
         self.error = error
 
 
-# Logs a reply; returns `Finished.is_durable`. Raises `UnloggedReplyError` to let the reply fail.
+# Logs a reply; returns `Finished.is_durable`. Raises `UnloggedReplyError` to fail the reply.
 LogReply: TypeAlias = Callable[[FinishedReply], Awaitable[bool | None]]
 EndHook: TypeAlias = Callable[[Finished | Failed, Reuse], None]
 
 
 class LiveReply:
-    """A `Reply` that is being made. Used on the event loop's thread.
+    """A `Reply` in progress. Used on the event loop's thread.
 
     Attributes:
-        state: What the reply left behind, once that is known.
+        state: The reply's tokens and sealed KV cache; None until the engine reports them.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class LiveReply:
         span: ThinkingSpan | None = None,
         beginning: str = "",
     ) -> None:
-        """Begin with the first event.
+        """Start with one event to read.
 
         Args:
-            first: What the reader sees first.
-            parser: Turns text into thinking, text and calls.
-            on_cancel: Stops computing.
-            log: Logs the reply; what it awaits comes before the reader's last event.
-            span: Counts the tokens of its thinking; None if it has none.
-            beginning: What the message begins with; the reader knows it.
+            first: The first event for the reader.
+            parser: Splits text into thinking, text and tool calls.
+            on_cancel: Stops the computation.
+            log: Logs the reply; awaited before the reader gets the final event.
+            span: Counts the tokens of thinking; None if the model does not think.
+            beginning: The beginning of the message, given by the client; not sent as an event.
         """
         self.state: ReplyState | None = None
         self._parser = parser
@@ -100,47 +100,60 @@ class LiveReply:
         self._events: deque[Event] = deque([first])
         self._has_events = asyncio.Event()
         self._has_events.set()
-        self._is_final = False
+        self._is_final = False  # nothing is left to cancel
+        self._is_ended = False  # the final event was added
 
     def on_end(self, hook: EndHook) -> None:
-        """Let `hook` be called once with the final event, before that is read, if it ever is."""
+        """Call `hook` once with the final event, before the reader gets it, even if none reads."""
         self._end_hooks.append(hook)
 
     def push(self, event: Event) -> None:
-        """Add an event of the engine."""
+        """Parse an event of the engine and queue the result for the reader."""
         for parsed in self._parsed(event):
             self._add(parsed)
 
+    def fail(self, error: SemanticError) -> None:
+        """Cancel the computation and end with an error, unless the reply has ended."""
+        self.cancel()
+        self._add(Failed(error))
+
     async def finish(self, event: Finished) -> None:
-        """Log the turn, then give the final event; if logging fails, the reply says so."""
+        """Log the turn, then queue the final event, which reports whether logging failed."""
         self._is_final = True
+        last: Finished | Failed = Failed(internal_error())
         try:
-            event = self._counted(event)
-            *events, last = self._parsed(event)
-            for parsed in events:
-                self._add(parsed)
-            if self._log is not None and self.state is not None and isinstance(last, Finished):
-                raw_text = "".join(self._raw)
-                finished = FinishedReply(self.state, event, self._fold.message(), raw_text)
-                last = await self._logged(self._log, finished, last)
-            self._add(last)
+            last = await self._finished(event)
+        except Exception:  # noqa: BLE001 - a bug must end this reply only
+            _log.exception("failed to finish a reply")
         finally:
-            self._end(event)
+            self._add(last)
+
+    async def _finished(self, event: Finished) -> Finished | Failed:
+        event = self._counted(event)
+        last = event
+        for parsed in self._parsed(event):
+            if isinstance(parsed, Finished):
+                last = parsed
+            else:
+                self._add(parsed)
+        if self._log is None or self.state is None:
+            return last
+        finished = FinishedReply(self.state, event, self._fold.message(), "".join(self._raw))
+        return await self._logged(self._log, finished, last)
 
     async def _logged(
         self, log: LogReply, finished: FinishedReply, last: Finished
     ) -> Finished | Failed:
-        """The last event, after the reply was logged."""
         try:
             return replace(last, is_durable=await log(finished))
         except UnloggedReplyError as unlogged:
             return Failed(unlogged.error)
-        except Exception:  # noqa: BLE001 - the reply goes out, whatever became of the log
-            _log.exception("a turn could not be logged")
+        except Exception:  # noqa: BLE001 - a logging failure must not lose the reply
+            _log.exception("turn not logged")
             return replace(last, is_durable=False)
 
     def _counted(self, event: Finished) -> Finished:
-        """Add how many of the tokens were thinking."""
+        """Add the number of thinking tokens to the usage."""
         if self._span is None or self.state is None:
             return event
         for token in self.state.tokens:
@@ -157,9 +170,14 @@ class LiveReply:
         return events
 
     def _add(self, event: Event) -> None:
-        """Hand an event to the reader, joined to the last one where that loses nothing."""
+        """Queue an event for the reader, joined with the previous one where possible.
+
+        Drops events after the final one.
+        """
+        if self._is_ended:
+            return
         if isinstance(event, Finished | Failed):
-            self._is_final = True
+            self._is_final = self._is_ended = True
             self._end(event)
         last = self._events[-1] if self._events else None
         joined = _joined(last, event)
@@ -171,10 +189,13 @@ class LiveReply:
     def _end(self, event: Finished | Failed) -> None:
         hooks, self._end_hooks = self._end_hooks, []
         for hook in hooks:
-            hook(event, self.state.reuse if self.state else Reuse())
+            try:
+                hook(event, self.state.reuse if self.state else Reuse())
+            except Exception:  # noqa: BLE001 - the other hooks and the reader must see the end
+                _log.exception("an end hook of a reply failed")
 
     async def __aiter__(self) -> AsyncGenerator[Event, None]:
-        """Yield events up to the final one; leaving early cancels."""
+        """Yield events up to the final one; leaving the loop early cancels the reply."""
         try:
             while True:
                 await self._has_events.wait()
@@ -188,14 +209,14 @@ class LiveReply:
             self.cancel()
 
     def cancel(self) -> None:
-        """Stop computing, if it has not ended."""
+        """Stop the computation, unless the reply has ended; idempotent."""
         if not self._is_final:
             self._is_final = True
             self._on_cancel()
 
 
 def _joined(last: Event | None, event: Event) -> Event | None:
-    """Two events as one; None where that would lose something."""
+    """Return two events merged into one; None if merging would lose information."""
     match last, event:
         case TextDelta(), TextDelta():
             return TextDelta(last.text + event.text, last.logprobs + event.logprobs)
@@ -210,7 +231,7 @@ def _joined(last: Event | None, event: Event) -> Event | None:
 
 
 class ReplyHub:
-    """Finds the reply an event belongs to."""
+    """Routes events to replies by request id."""
 
     def __init__(self) -> None:
         self._replies: dict[str, LiveReply] = {}
@@ -219,23 +240,23 @@ class ReplyHub:
 
     @property
     def num_open(self) -> int:
-        """Replies that still expect events."""
+        """Number of replies that have not received their final event."""
         return len(self._replies)
 
     def open(self, request_id: str, reply: LiveReply) -> None:
-        """Let a reply get a request's events. On the event loop's thread."""
+        """Route a request's events to a reply. Call on the event loop's thread."""
         self._loop = asyncio.get_running_loop()
         self._replies[request_id] = reply
 
     def discard(self, request_id: str) -> None:
-        """Forget a reply whose request was refused after all."""
+        """Stop routing events of a request, for example because it could not be queued."""
         self._replies.pop(request_id, None)
 
     def emit(self, events: EventBatch) -> None:
-        """Hand events over; safe on any thread, never waits."""
+        """Pass events to the event loop. Thread-safe; does not block."""
         loop = self._loop
         if loop is None or loop.is_closed():
-            return  # nobody is left to read them
+            return  # no reader is left
         loop.call_soon_threadsafe(self._dispatch, events)
 
     def _dispatch(self, events: EventBatch) -> None:
@@ -245,11 +266,20 @@ class ReplyHub:
                 continue
             if isinstance(event, Finished | Failed):
                 del self._replies[request_id]
-            if isinstance(event, ReplyState):
+            try:
+                self._deliver(reply, event)
+            except Exception:  # noqa: BLE001 - a bug must end this reply only
+                _log.exception("failed to pass on an event of request %s", request_id)
+                self.discard(request_id)
+                reply.fail(event.error if isinstance(event, Failed) else internal_error())
+
+    def _deliver(self, reply: LiveReply, event: Event | ReplyState) -> None:
+        match event:
+            case ReplyState():
                 reply.state = event
-            elif isinstance(event, Finished):
+            case Finished():
                 task = asyncio.ensure_future(reply.finish(event))
                 self._finishing.add(task)
                 task.add_done_callback(self._finishing.discard)
-            else:
+            case _:
                 reply.push(event)

@@ -1,4 +1,4 @@
-"""A conversation in, a stream of events out: everything between a protocol and the engine."""
+"""The inference service: takes conversations from protocols and returns streams of events."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ from semantic.application.requests.reply import (
     ReplyHub,
     UnloggedReplyError,
 )
-from semantic.domain.agents import Pointer, Principal, Turn
+from semantic.domain.agents import Pointer, Principal, Reuse, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import ChatRequest, require_whole_characters
 from semantic.domain.errors import (
@@ -42,22 +42,22 @@ from semantic.domain.errors import (
     InvalidRequestError,
     SemanticError,
 )
-from semantic.domain.events import Started, TextDelta, Usage
+from semantic.domain.events import Failed, Started, TextDelta, Usage
 from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import EmbeddingRequest, Embeddings, Reply
 from semantic.ports.telemetry import NoTelemetry
 
 _log = logging.getLogger(__name__)
-_PREPARE_S = 60  # the longest that may pass before a request is queued
+_PREPARE_S = 60  # the longest time to prepare a request before it is queued
 
 
 class InferenceService:
     """`InferencePort` over one device. Used on the event loop's thread.
 
     Attributes:
-        limits: How much may be asked; there are none unless they are set.
-        learn: Finds out what other servers computed of a prompt, before it is queued; None where
-            there are none.
+        limits: Rate limits; unlimited by default.
+        learn: Looks up which blocks of a prompt other servers have computed; called in a thread
+            before the request is queued. None on a single server.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class InferenceService:
         is_durable: Callable[[str, str], bool] | None = None,
         watch: TurnWatch | None = None,
     ) -> None:
-        """Prepare; nothing runs yet.
+        """Create the service; starts no thread.
 
         Args:
-            device: Where replies are computed.
-            hub: Hands out what the device says.
-            agents: Where turns are logged.
-            replays: Where the tokens of replies are kept.
-            gate: Where requests wait for their model; it says how long a request may take.
-            is_durable: Says of a tenant's turn that was written whether it is safe on disk. Replies
-                then end when their turns are written, and tell; None promises nothing.
-            watch: Is shown every request; None shows them to nobody.
+            device: Computes replies and embeddings.
+            hub: Routes the device's events to replies.
+            agents: Logs turns.
+            replays: Stores the tokens of replies.
+            gate: Makes requests wait for their model; defines the request timeout.
+            is_durable: Whether a written turn, given by tenant and id, is durable on disk. If set,
+                replies end after their turn is written and report the result; None reports nothing.
+            watch: Records every request for feed and telemetry; None discards the records.
         """
         self.gate = gate
         gate.on_refused = self._refused
@@ -102,16 +102,16 @@ class InferenceService:
         self.learn: Callable[[BlockName, Sequence[int]], None] | None = None
 
     def note_remote_turn(self, tenant: str, agent_id: str, turn_id: str) -> None:
-        """Take note of a turn on another server. On any thread."""
+        """Remember a turn that another server logged. Thread-safe."""
         self._identities.note_remote_turn(tenant, agent_id, turn_id)
 
     @property
     def problem(self) -> str:
-        """Why requests cannot be prepared, for `/health`; empty if they can."""
+        """Why requests cannot be prepared, to report in `/health`; empty if they can."""
         return self._threads.problem
 
     async def start(self, request: ChatRequest, principal: Principal) -> Reply:
-        """Render, tokenise, check and queue a request, when its model is there."""
+        """Wait until the model is loaded, then render, tokenise, check and queue a request."""
         return await self.gate.reply(request.model, lambda: self.begin(request, principal))
 
     def _refused(self, error: SemanticError) -> None:
@@ -119,13 +119,13 @@ class InferenceService:
         self._watch.refuse(model.id if model else "", error)
 
     async def begin(self, request: ChatRequest, principal: Principal) -> LiveReply:
-        """Render, tokenise, check and queue a request whose model must be there."""
+        """Render, tokenise, check and queue a request whose model is already loaded."""
         received = time.monotonic()
         model = self.gate.model_for(request.model)
         ticket = self.limits.admit(principal)
         claim = self._busy.claim(principal.tenant)
         try:
-            # A long prompt takes a while to tokenise; other streams go on meanwhile.
+            # In a thread: tokenising a long prompt would stall other streams.
             with self._device.expecting():
                 prepared = await self._threads.run(
                     self._preparation.prepare, request, principal, model, claim
@@ -138,7 +138,7 @@ class InferenceService:
             reply.on_end(ticket.end)
         except BaseException:
             claim.release()
-            ticket.release()
+            ticket.refund()
             raise
         else:
             return reply
@@ -152,6 +152,7 @@ class InferenceService:
             shape.allowed_tools,
             is_thinking_open=shape.is_thinking_open,
             is_parallel=shape.tool_choice.is_parallel,
+            must_call=shape.must_call,
         )
         parser.push(TextDelta(shape.opening))
         reply = LiveReply(
@@ -166,7 +167,7 @@ class InferenceService:
         job.trace.queued, job.trace.max_tokens = time.monotonic(), job.max_tokens
         try:
             self._device.submit(job, model)
-        except SemanticError:
+        except BaseException:
             self._hub.discard(job.id)
             raise
         reply.on_end(lambda *_: claim.release())
@@ -175,7 +176,7 @@ class InferenceService:
         return reply
 
     async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:
-        """Count the tokens of the prompt that a request would make."""
+        """Count the prompt tokens of a request without running it."""
         model = await self.gate.model(request.model)
         ticket = self.limits.admit(principal)
         try:
@@ -185,7 +186,7 @@ class InferenceService:
             ticket.release()
 
     async def embed(self, request: EmbeddingRequest, principal: Principal) -> Embeddings:
-        """Make vectors of texts."""
+        """Compute one embedding per text."""
         model = await self.gate.model(request.model)
         ticket = self.limits.admit(principal)
         try:
@@ -194,6 +195,9 @@ class InferenceService:
             num_tokens = sum(map(len, texts))
             ticket.charge(None, num_tokens)
             sums = [await self._sum(EmbeddingJob(tokens), model) for tokens in texts]
+        except SemanticError as error:
+            ticket.end(Failed(error), Reuse())
+            raise
         finally:
             ticket.release()
         vectors = tuple(unit_vector(each, request.dimensions) for each in sums)
@@ -212,17 +216,18 @@ class InferenceService:
             job.result.cancel()
 
     async def decode(self, tokens: Sequence[int]) -> str:
-        """Write tokens out as text, special ones left out."""
+        """Decode tokens to text, without special tokens."""
         token_bytes = (await self.gate.model("")).tokenizer.token_bytes
         return b"".join(map(token_bytes, tokens)).decode("utf-8", "replace")
 
     async def _log_turn(
         self, prepared: PreparedRequest, finished: FinishedReply, epoch: int | None
     ) -> bool | None:
-        """Log a turn, and keep its tokens for when the client sends the reply again.
+        """Log a turn, and store its tokens for replay when the client sends the reply again.
 
-        Returns whether it is safe on disk; None where that is not promised. Where other servers go
-        on from it, a turn that is not logged did not happen, and the client is told.
+        Returns whether the turn is durable on disk; None if the server does not report that.
+        Raises `UnloggedReplyError` if agents are shared with other servers and logging fails:
+        those servers would continue without the turn, so the reply must fail.
         """
         is_unsafe = None if self._is_durable is None else False
         if finished.event.reason is FinishReason.CANCELLED:
@@ -239,7 +244,7 @@ class InferenceService:
             return is_unsafe
         if self._is_durable is None:
             return None
-        # A log that cannot be written costs no reply; the disk says why.
+        # The reply succeeds even if the log cannot be written; the disk reports the error.
         with contextlib.suppress(CachePersistenceError, TimeoutError):
             await asyncio.wait_for(asyncio.wrap_future(done), self._request_timeout_s)
             tenant = prepared.principal.tenant
@@ -275,7 +280,8 @@ class InferenceService:
             is_anonymous=identity.is_anonymous,
             fork=identity.fork,
         )
-        self._identities.note(tenant, identity.agent_id, turn)
+        ending = (*job.tokens[-16:], *left.tokens[-16:])
+        self._identities.note(tenant, identity.agent_id, turn, ending)
         return turn, done
 
     def _remember(self, prepared: PreparedRequest, finished: FinishedReply) -> None:
@@ -285,10 +291,10 @@ class InferenceService:
         elif tokens and tokens[-1] in stop.token_ids:
             tokens = tokens[:-1]
         if prepared.request.raw_prompt is not None:
-            return  # no template will ever write this reply again
+            return  # no chat template renders this reply again
         num_asked = len(prepared.job.tokens) - prepared.num_begun
         asked, begun = prepared.job.tokens[:num_asked], prepared.job.tokens[num_asked:]
-        prompt = prompt_digest(prepared.job.root, asked)
+        prompt = prompt_digest(prepared.model.text_root(prepared.principal), asked)
         for key in keys_to_remember(prompt, finished.message):
             self._replays.remember(key, (*begun, *tokens))
         self._preparation.keep_day(prepared)
@@ -300,10 +306,10 @@ class InferenceService:
 def text_tokens(
     request: EmbeddingRequest, model: LoadedModel, longest: int
 ) -> list[tuple[int, ...]]:
-    """Tokenise and check all texts, of which none may have more than `longest` tokens.
+    """Tokenise and check all texts; none may exceed `longest` tokens or the model's context.
 
     Raises:
-        InvalidRequestError: a text is empty or too long, or has an unknown token.
+        InvalidRequestError: a text is empty or too long, or has an unknown token id.
     """
     spec, texts = model.backend.spec, []
     limit, limited_by = spec.max_context, "the model's context"
@@ -331,10 +337,12 @@ def text_tokens(
 
 
 def unit_vector(sums: Sequence[float], dimensions: int | None) -> tuple[float, ...]:
-    """The direction of the mean, which is that of the sum, in its first dimensions.
+    """Truncate a vector to its first dimensions and normalise it to length 1.
+
+    The input is the sum over tokens, which has the same direction as their mean.
 
     Raises:
-        InvalidRequestError: there are not so many.
+        InvalidRequestError: the vector has fewer dimensions than requested.
     """
     if dimensions is not None and dimensions > len(sums):
         raise InvalidRequestError(

@@ -1,4 +1,7 @@
-"""Conversations the server keeps: a client sends what is new, and turns run one after another."""
+"""Stateful chat: the server stores the conversation, and a client sends only new messages.
+
+Turns of one agent run one after another.
+"""
 
 import asyncio
 import contextlib
@@ -15,17 +18,17 @@ from semantic.domain.errors import AgentNotFoundError, ContextLengthError, State
 from semantic.ports.inbound import NewTurn, Reply
 
 _KEPT_SHARE = 0.7
-_MESSAGE_OVERHEAD = 16  # characters that stand for a template's tokens around a message
+_MESSAGE_OVERHEAD = 16  # characters per message part, for the tokens that the template adds
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What comes before new messages.
+    """The conversation before the new messages.
 
     Attributes:
-        system: The system prompt, if there is one.
-        history: Everything after it.
-        continuation: How it relates to the agent's latest turn.
+        system: The system prompt; empty if there is none.
+        history: All messages after the system prompt.
+        continuation: How the conversation relates to the agent's latest turn.
     """
 
     system: tuple[Message, ...]
@@ -34,7 +37,7 @@ class Conversation:
 
     @classmethod
     def of(cls, agent: Agent, said: Sequence[Message]) -> "Conversation":
-        """Put an agent's system prompt before what was said; a changed one replaces the old."""
+        """Combine the logged messages with the agent's system prompt, which replaces an old one."""
         num_system = 1 if said and said[0].role is Role.SYSTEM else 0
         system, history = tuple(said[:num_system]), tuple(said[num_system:])
         wanted = agent.profile.system
@@ -46,33 +49,34 @@ class Conversation:
         return cls(system, history, Continuation(agent.head, is_edited))
 
     def followed_by(self, new: Sequence[Message]) -> tuple[Message, ...]:
-        """All messages of a request."""
+        """Return all messages of a request: system prompt, history and new messages."""
         return (*self.system, *self.history, *new)
 
     def with_room(self, num_tokens: int) -> "Conversation":
-        """The same, refused where fewer tokens are left for the reply."""
+        """Return a copy that is refused if fewer than `num_tokens` are left for the reply."""
         return replace(self, continuation=replace(self.continuation, min_room=num_tokens))
 
     def shorten(
         self, new: Sequence[Message], refusal: ContextLengthError | StateQuotaError
     ) -> "Conversation | None":
-        """Leave out the oldest messages, so that the rest takes up to 70 % of what fits.
+        """Drop the oldest messages, so that the rest takes at most 70 % of the limit.
 
-        Tokens are judged by characters, from how many the refused prompt had. Room that cannot be
-        made for the reply is no longer asked for.
+        Token counts are estimated from characters, with the ratio of the refused prompt. If the
+        required room for the reply can never be free, the requirement is dropped first.
 
         Args:
-            new: The messages that must stay.
-            refusal: Says how long the prompt was and how much fits.
+            new: The new messages, which are always kept.
+            refusal: Holds the length of the refused prompt and the limit.
 
         Returns:
-            A shorter conversation that begins with a user's message; None if there is none.
+            A shorter conversation whose history is empty or begins with a user message; None if
+            nothing is left to drop.
         """
         min_room = self.continuation.min_room
         if min_room > 1 and (min_room >= refusal.limit or not self.history):
             return self.with_room(1)
         room = int(_KEPT_SHARE * refusal.limit)
-        if isinstance(refusal, ContextLengthError):  # a reply may go beyond a quota
+        if isinstance(refusal, ContextLengthError):  # a reply may exceed a quota
             room = min(room, refusal.limit - min_room)
         ratio = refusal.num_prompt / _size(self.followed_by(new))
         starts = [i for i, message in enumerate(self.history) if i and _opens(message)]
@@ -89,7 +93,7 @@ class Conversation:
 
 
 def _opens(message: Message) -> bool:
-    """Whether a conversation may begin here: a tool's result needs the call before it."""
+    """Whether a conversation may begin here; a tool result needs the call before it."""
     is_result = any(isinstance(part, ToolResultPart) for part in message.parts)
     return message.role is Role.USER and not is_result
 
@@ -99,7 +103,7 @@ def _size(messages: Sequence[Message]) -> int:
 
 
 class StatefulChat:
-    """Answers in agents' own conversations. On the event loop's thread."""
+    """Generates replies in stored conversations of agents. Used on the event loop's thread."""
 
     def __init__(self, agents: AgentLedger, lanes: TurnLanes, inference: InferenceService) -> None:
         self._agents = agents
@@ -107,7 +111,7 @@ class StatefulChat:
         self._inference = inference
 
     async def generate(self, principal: Principal, agent_id: str, ask: NewTurn) -> Reply:
-        """Answer new messages, after the turns that were asked for before."""
+        """Start a reply to new messages, after all turns that were requested earlier."""
         agent = await self._agent(principal, agent_id)
         return await self._inference.gate.reply(
             agent.profile.model or "", lambda: self._generate(principal, agent, ask)
@@ -127,13 +131,13 @@ class StatefulChat:
             turn.callback(setattr, lane, "reply", None)
             if lane.num_cancels > num_cancels:
                 reply.cancel()
-            # Whether the reply is read or not, the next turn may begin when it has ended.
+            # The next turn may begin when the reply has ended, whether or not it is read.
             entered = turn.pop_all()
             reply.on_end(lambda *_: entered.close())
             return reply
 
     async def _agent(self, principal: Principal, agent_id: str) -> Agent:
-        """Find an agent, which may have to be read elsewhere."""
+        """Find an agent; in a thread if agents are shared, because that reads the ledger."""
         if self._agents.is_shared:
             return await asyncio.to_thread(self._agents.get, principal.tenant, agent_id)
         return self._agents.get(principal.tenant, agent_id)
@@ -141,7 +145,7 @@ class StatefulChat:
     async def _begin(
         self, principal: Principal, known: Agent, ask: NewTurn, epoch: int | None
     ) -> LiveReply:
-        """Start a turn, leaving the oldest messages out if need be and permitted."""
+        """Start a turn; drops the oldest messages if they do not fit and the agent allows it."""
         agent = await self._agent(principal, known.id)
         if agent.created_at != known.created_at:
             raise AgentNotFoundError(f"agent {agent.id!r} was deleted and created again meanwhile.")

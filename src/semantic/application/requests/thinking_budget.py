@@ -1,7 +1,7 @@
-"""How long a model thinks, counted token by token, and an end to it when a budget is spent.
+"""Counts the tokens of thinking, and ends thinking when a budget is spent.
 
-A model that is still thinking when its budget is spent may only write what ends its thinking; then
-it goes on with the answer as if it had stopped by itself.
+If the model is still thinking when the budget is spent, only the tokens of the end marker are
+allowed. Then the model continues with the answer as if it had stopped thinking by itself.
 """
 
 import copy
@@ -13,26 +13,26 @@ from semantic.ports.text import TokenConstraint
 
 
 class _Place(enum.Enum):
-    BEFORE = enum.auto()  # nothing but what may begin a thought was written
+    BEFORE = enum.auto()  # all text so far may be the beginning of a start marker
     INSIDE = enum.auto()
     AFTER = enum.auto()
 
 
 class ThinkingSpan:
-    """Follows a reply's tokens from before its thinking to behind it; mutated by `feed`.
+    """Tracks whether a reply is before, inside or after its thinking; `feed` mutates it.
 
     Attributes:
-        num_tokens: Tokens of thinking so far, the markers' own included.
+        num_tokens: Tokens of thinking so far, including the markers.
     """
 
     def __init__(
         self, markers: Markers, piece: Callable[[int], bytes], *, is_open: bool = False
     ) -> None:
-        """Begin before the first token.
+        """Start before the first token.
 
         Args:
-            markers: What stands around thinking.
-            piece: A token's text, markers that are special tokens included.
+            markers: The markers that enclose thinking.
+            piece: Returns a token's text, including that of markers that are special tokens.
             is_open: The prompt ends inside thinking.
         """
         self._start = markers.start.encode()
@@ -44,11 +44,11 @@ class ThinkingSpan:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the next token is thinking."""
+        """Whether the next token is part of the thinking."""
         return self._place is _Place.INSIDE
 
     def feed(self, token: int) -> None:
-        """Take the reply's next token."""
+        """Process the reply's next token."""
         if self._place is _Place.AFTER:
             return
         self.num_tokens += 1
@@ -66,7 +66,7 @@ class ThinkingSpan:
 
 
 class ThinkingBudget:
-    """`TokenConstraint` that ends thinking in time. One reply, one thread."""
+    """`TokenConstraint` that limits thinking to a budget. One per reply; not thread-safe."""
 
     def __init__(
         self,
@@ -76,14 +76,14 @@ class ThinkingBudget:
         vocab_size: int,
         inner: TokenConstraint | None = None,
     ) -> None:
-        """Begin before the first token.
+        """Start before the first token.
 
         Args:
-            budget: Tokens of thinking before it must end.
-            span: Follows the reply.
-            way_out: The tokens that end thinking.
-            vocab_size: Ids are below this.
-            inner: What else the reply must be like; where both cannot be had, it decides.
+            budget: Maximum tokens of thinking before the end marker is forced.
+            span: Tracks the reply's thinking.
+            way_out: The tokens of the end marker.
+            vocab_size: Size of the vocabulary.
+            inner: Another constraint on the reply; it takes precedence in a conflict.
         """
         self._budget = budget
         self._span = span
@@ -93,7 +93,7 @@ class ThinkingBudget:
         self._num_forced = 0
 
     def allowed(self) -> bytes | None:
-        """The one token that leads out, once the budget is spent."""
+        """Return a mask with the next token of the end marker, once the budget is spent."""
         allowed = self._inner.allowed() if self._inner else None
         token = self._forced()
         if token is None:
@@ -105,14 +105,14 @@ class ThinkingBudget:
         return bytes(mask)
 
     def accept(self, token: int) -> None:
-        """Advance by a token."""
+        """Advance by one token."""
         self._num_forced = self._num_forced + 1 if token == self._forced() else 0
         self._span.feed(token)
         if self._inner is not None:
             self._inner.accept(token)
 
     def copy(self) -> "ThinkingBudget":
-        """The same place in the reply."""
+        """Return an independent copy at the same position in the reply."""
         other = copy.copy(self)
         other._span = copy.copy(self._span)
         other._inner = self._inner.copy() if self._inner else None

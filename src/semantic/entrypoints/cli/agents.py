@@ -1,6 +1,7 @@
-"""`semantic agents`: the agents of a running server, as branches of a log of turns."""
+"""`semantic agents`: list, show, fork, rewind, export and delete the agents of a server."""
 
 import functools
+import tempfile
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -16,16 +17,17 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.client import Json, ServerClient, file_pieces
 from semantic.entrypoints.cli.flags import Answer, AsJson, print_json, with_server
 from semantic.entrypoints.cli.screen import (
+    Working,
     age,
     agents_table,
     console,
     message_text,
     reuse_bar,
+    say,
     shorten,
     size,
     table,
     tier,
-    working,
 )
 
 agents_app = typer.Typer(
@@ -34,7 +36,7 @@ agents_app = typer.Typer(
 
 
 def _checked(value: str | list[str]) -> str | list[str]:
-    """Refuse what no agent is called: in an address it would ask for something else."""
+    """Refuse invalid agent ids, which could change the path of a request."""
     for agent in [value] if isinstance(value, str) else value:
         check_agent_id(agent, "AGENT")
     return value
@@ -52,7 +54,7 @@ _USUAL_SETTINGS: Json = {
     "quota": {"max_bytes": None, "max_turns": None},
     "labels": {},
 }
-_MANY = 1_000  # agents whose turns a graph looks at
+_MANY = 1_000  # the most agents whose turns a graph reads
 
 
 @agents_app.command("ls")
@@ -66,7 +68,7 @@ def list_agents(
     """List agents, the most recently used first."""
     wanted = {"prefix": prefix, "label": label}
     query = {name: value for name, value in wanted.items() if value is not None}
-    with working("reading agents"):
+    with Working("reading agents"):
         agents = list(client.pages("/v1/agents", "after", **query))
     none = "no agents; `semantic chat NAME` creates one"
     return Answer(agents, agents_table(agents) if agents else none)
@@ -75,7 +77,7 @@ def list_agents(
 @agents_app.command()
 @with_server
 def show(client: ServerClient, agent: AgentId) -> Answer:
-    """Show one agent: its settings, where its KV cache is, what its latest turn reused."""
+    """Show an agent: its settings, where its KV cache is, and what its latest turn reused."""
     found = client.call("GET", f"/v1/agents/{agent}")
     why = client.call("GET", f"/v1/agents/{agent}/explain")
     state = found["state"]
@@ -85,6 +87,7 @@ def show(client: ServerClient, agent: AgentId) -> Answer:
         "turns": f"{found['turns']:,}, {found['tokens']:,} tokens",
         "memory": f"{size(state['memory_bytes'])}, {state['memory_tokens']:,} tokens",
         "disk": f"{size(state['disk_bytes'])}, {state['disk_tokens']:,} tokens",
+        "note": state.get("note", ""),
         "created": f"{age(found['created_at'])} ago",
         "used": f"{age(found['last_used'])} ago",
         "reuse": reuse_bar(why["reuse"]),
@@ -96,7 +99,8 @@ def show(client: ServerClient, agent: AgentId) -> Answer:
     }
     made = table("", "~")
     for name, value in rows.items():
-        made.add_row(Text(name, "dim"), value)
+        if value:
+            made.add_row(Text(name, "dim"), value)
     return Answer({**found, "explanation": why}, Group(made, Text(why["summary"])))
 
 
@@ -111,7 +115,7 @@ def log(
 ) -> Answer:
     """Show an agent's turns, the latest first; with --graph as a tree, the oldest first."""
     if graph:
-        with working("reading turns of all agents"):
+        with Working("reading turns of all agents"):
             turns, heads = _family(client, agent)
         found = {"turns": list(turns.values()), "heads": heads}
         return Answer(found, turn_tree(turns, heads, agent))
@@ -156,7 +160,7 @@ def rewind(
         str, typer.Argument(metavar="TURN", help="a turn's id, or how many turns to go back")
     ] = "1",
 ) -> Answer:
-    """Go back to an earlier turn; what came after stays in the log for a while."""
+    """Go back to an earlier turn; later turns stay in the log until garbage collection."""
     found = client.call(
         "POST", f"/v1/agents/{agent}/rewind", json={"turn_id": find_turn(client, agent, turn)}
     )
@@ -179,7 +183,7 @@ def remove(
     for agent in agents:
         client.call("DELETE", f"/v1/agents/{agent}")
         if not as_json:
-            typer.echo(f"deleted {agent}")
+            say(f"deleted {agent}")
     if as_json:
         print_json({"deleted": agents})
 
@@ -187,7 +191,7 @@ def remove(
 def _confirms(question: str) -> bool:
     try:
         return typer.confirm(question, err=True)
-    except typer.Abort:  # Ctrl-C, or nobody to answer
+    except typer.Abort:  # Ctrl-C, or the input has ended
         typer.echo(err=True)
         return False
 
@@ -205,15 +209,14 @@ def export_agent(
     target = file or Path(f"{agent}.tar")
     if target.exists() and not force:
         raise InvalidRequestError(f"{target} exists; choose another file, or use --force")
-    part = target.with_name(f"{target.name}.part")
-    try:
+    prefix = f"{target.name}."
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as scratch:
+        part = Path(scratch, target.name)
         with part.open("wb") as sink, _progress() as progress:
             task = progress.add_task(f"exporting {agent}", total=None)
             for nbytes in client.download(f"/v1/agents/{agent}/export", sink):
                 progress.advance(task, nbytes)
         part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
     nbytes = target.stat().st_size
     written = {"agent": agent, "file": str(target), "bytes": nbytes}
     return Answer(written, f"{target}: {size(nbytes)}")
@@ -252,10 +255,10 @@ def _progress() -> Progress:
 
 
 def find_turn(client: ServerClient, agent: str, wanted: str) -> str | None:
-    """The id of a turn, named by itself or by how many turns to go back; None is the beginning.
+    """Resolve a turn, given by its id or by how many turns to go back; None is the beginning.
 
     Raises:
-        InvalidRequestError: the agent has fewer turns.
+        InvalidRequestError: the agent has fewer turns than that.
     """
     if not wanted.isdecimal():
         return wanted
@@ -267,12 +270,12 @@ def find_turn(client: ServerClient, agent: str, wanted: str) -> str | None:
             return str(turn["id"])
     if back > len(path):
         turns = "1 turn" if len(path) == 1 else f"{len(path)} turns"
-        raise InvalidRequestError(f"{agent} has {turns}, and cannot go back {back}")
+        raise InvalidRequestError(f"cannot rewind {back} turns: {agent} has {turns}")
     return None
 
 
 def _family(client: ServerClient, agent: str) -> tuple[dict[str, Json], dict[str, str | None]]:
-    """All turns of agents that share one with this agent, and where each of them stands."""
+    """All turns of the agents that share a turn with this one, and the head of each agent."""
     turns = {turn["id"]: turn for turn in client.pages(f"/v1/agents/{agent}/turns", "before")}
     heads: dict[str, str | None] = {agent: client.call("GET", f"/v1/agents/{agent}")["head"]}
     for count, other in enumerate(client.pages("/v1/agents", "after")):
@@ -286,7 +289,7 @@ def _family(client: ServerClient, agent: str) -> tuple[dict[str, Json], dict[str
 
 
 def turn_tree(turns: dict[str, Json], heads: dict[str, str | None], agent: str) -> Tree:
-    """Draw turns as a tree that goes to the right only where conversations part."""
+    """Draw turns as a tree that indents only where conversations diverge."""
     children: dict[str | None, list[Json]] = {}
     for turn in sorted(turns.values(), key=lambda one: float(one["created_at"])):
         parent = turn["parent"] if turn["parent"] in turns else None
@@ -314,7 +317,7 @@ def _turn_line(turn: Json, heads: list[str]) -> Text:
 
 
 def _turn_texts(turn: Json) -> tuple[str, str]:
-    """What was asked and replied in a turn, shortened."""
+    """The last question and reply of a turn, shortened."""
     replies = [m for m in turn["messages"] if m["role"] == "assistant"]
     asked = [m for m in turn["messages"] if m["role"] in ("user", "tool")]
     return (

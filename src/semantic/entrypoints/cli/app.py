@@ -1,7 +1,6 @@
-"""The commands, their help, and how errors become a sentence and an exit status."""
+"""The commands, their help, and the mapping of errors to messages and exit statuses."""
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -17,6 +16,7 @@ from semantic.entrypoints.cli.flags import Answer, with_settings
 from semantic.entrypoints.cli.keys import keys_app
 from semantic.entrypoints.cli.launch import launch
 from semantic.entrypoints.cli.models import models_app
+from semantic.entrypoints.cli.screen import say
 from semantic.entrypoints.cli.watch import bench, top
 
 _SERVE_FLAGS = (
@@ -50,22 +50,22 @@ cache_app = typer.Typer(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    # Whatever is written here is its owner's alone, by whichever library.
+    # Files that any library writes are readable and writable by their owner only.
     os.umask(0o077)
     try:
         status = app(args=arguments, prog_name="semantic", standalone_mode=False)
     except SemanticError as error:
-        sys.stderr.write(f"semantic: {error.message}\n")
+        say(f"semantic: {error.message}", is_error=True)
         return _USAGE_ERROR
     except typer.TyperException as error:
         if message := error.format_message():
-            sys.stderr.write(f"semantic: {message}\n")
+            say(f"semantic: {message}", is_error=True)
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
     except OSError as error:
         named = f"{error.filename}: " if error.filename else ""
-        sys.stderr.write(f"semantic: {named}{error.strerror or error}\n")
+        say(f"semantic: {named}{error.strerror or error}", is_error=True)
         return _USAGE_ERROR
     return status if isinstance(status, int) else 0
 
@@ -98,7 +98,7 @@ def _semantic(
 @with_settings(*_SERVE_FLAGS)
 def serve(settings: Settings) -> int:
     """Serve a model over HTTP."""
-    # Imported here so that --help and a wrong setting answer at once.
+    # Imported here so that --help and setting errors respond at once.
     from semantic.entrypoints.loading import preload_torch
 
     preload_torch(settings)
@@ -118,7 +118,7 @@ def serve(settings: Settings) -> int:
 def cluster(settings: Settings) -> int:
     """Serve a model with several servers that share their agents, on Ray Serve.
 
-    They may run on one machine or many. A signal stops each of them when its replies have ended.
+    They may run on one machine or many. On a signal, each of them finishes its replies and stops.
     """
     from semantic.entrypoints.ray_app import run_cluster
 
@@ -131,7 +131,7 @@ def shard(
         str, typer.Argument(metavar="HOST:PORT", help="what the server has as shard_listen")
     ],
 ) -> int:
-    """Hold a share of a model that a server on another machine runs; needs SEMANTIC_SHARD_KEY."""
+    """Run one shard of a model for a server on another machine; needs SEMANTIC_SHARD_KEY."""
     from semantic.entrypoints.shards import join
 
     return join(server)
@@ -149,8 +149,8 @@ def stats(settings: Settings) -> Answer:
 def verify(settings: Settings) -> Answer:
     """Read every file and every turn and compare them with their checksums.
 
-    Bad files are moved to quarantine: what they held is computed anew when it is needed. A damaged
-    ledger is restored from its backup. The exit status is 1 if anything was bad.
+    Damaged files are moved to quarantine; the server recomputes their content when it is needed. A
+    damaged ledger is restored from its backup. The exit status is 1 if anything was damaged.
     """
     return _cache("verify", settings)
 
@@ -179,8 +179,8 @@ def gc(
 def export_key(settings: Settings) -> Answer:
     """Print the key that this installation signs exported agents with.
 
-    It goes into the setting trusted_export_keys of another server. It is a secret: whoever has it
-    can sign in this one's name.
+    Add it to the setting trusted_export_keys of another server. Keep it secret: with it, anyone can
+    sign agents as this installation.
     """
     return _cache("export-key", settings)
 

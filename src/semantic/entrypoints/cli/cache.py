@@ -1,12 +1,10 @@
-"""`semantic cache`: look at a cache directory, check it, and clean it, while no server has it."""
+"""`semantic cache`: inspect, check and clean a cache directory while no server uses it."""
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-
-from rich.status import Status
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound.blocks.agent_archive import own_key
@@ -16,30 +14,43 @@ from semantic.adapters.outbound.blocks.tree import TEMPORARY
 from semantic.adapters.outbound.cipher import load_cipher
 from semantic.adapters.outbound.ledger.sqlite import LEDGER_FILE, SqliteLedger
 from semantic.adapters.outbound.models.fingerprint import known_models
-from semantic.application.agents.ledger import AgentLedger, write_at_once
-from semantic.application.cache.index import BlockIndex
-from semantic.application.prompt.replay import REPLAY_TTL_S
+from semantic.application.agents.ledger import AgentLedger
+from semantic.application.agents.upkeep import Upkeep
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.domain.agents import Agent
-from semantic.domain.blocks import BlockPart
+from semantic.domain.blocks import BlockPart, PartKey
 from semantic.domain.errors import (
     CacheCorruptionError,
     CachePersistenceError,
     InvalidRequestError,
 )
+from semantic.domain.pool import BlockPool
+from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.entrypoints.cli.client import Json
 from semantic.entrypoints.cli.flags import Answer
-from semantic.entrypoints.cli.screen import size, working
+from semantic.entrypoints.cli.screen import Working, size
 from semantic.ports.storage import DropPart, LedgerChange, LedgerState, MarkIndexWhole, PutPart
 
 _SHORT = 12
+_FLUSH_S = 3600.0
+# No model is loaded: only the block length of this geometry matters, and all kinds are kept.
+_SPEC = ModelCacheSpec("none", (LayerSpec(LayerKind.FULL, 1, 1, 1),), vocab_size=1, max_context=1)
+# A model, the layout and dtype of its KV cache (ABI), and the storage format.
+_Origin: TypeAlias = tuple[str, str, str]
 
 
 def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None) -> Answer:
-    """Do one of the commands.
+    """Run one of the commands: stats, verify, gc or export-key.
+
+    Args:
+        action: The name of the command.
+        settings: Location of the cache, and its limits.
+        orphan_age_h: For gc, the least age of orphans to delete; None applies the setting.
 
     Raises:
-        InvalidRequestError: there is no such directory, it is not a cache, or a server has it.
-        CachePersistenceError: what is there cannot be opened.
+        InvalidRequestError: there is no such directory, it is not a cache, or a server uses it.
+        CachePersistenceError: the ledger or its files cannot be opened.
     """
     if action == "export-key":
         key = own_key(settings.export_key_file).hex()
@@ -52,7 +63,7 @@ def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None
         )
     claim(directory)
     with ExitStack() as stack:
-        status = stack.enter_context(working(f"reading {directory}"))
+        status = stack.enter_context(Working(f"reading {directory}"))
         stack.enter_context(DirectoryLock(directory))
         cipher = load_cipher(settings.encryption_key_file, settings.encryption_key_command)
         ledger = SqliteLedger(directory, cipher=cipher)
@@ -66,25 +77,25 @@ def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None
             found = cache.verify()
         else:
             age_h = settings.orphan_ttl_h if orphan_age_h is None else orphan_age_h
-            found = cache.collect(time.time() - age_h * 3600)
+            found = cache.collect(age_h * 3600)
     is_bad = bool(found.get("bad")) or not found.get("ledger_sound", True)
     return Answer(found, "\n".join(cache.lines), status=int(is_bad))
 
 
 @dataclass(slots=True)
 class _Cache:
-    """A directory that is ours for the time of a command.
+    """A cache directory that the command has locked.
 
     Attributes:
-        status: Tells people how far it is.
-        lines: What was found, in words; methods return it for scripts.
+        status: Shows progress on a terminal.
+        lines: The results as text; methods return the same results as JSON.
     """
 
     settings: Settings
     ledger: SqliteLedger
     files: SafetensorsCache
     state: LedgerState
-    status: Status
+    status: Working
     lines: list[str] = field(default_factory=list)
 
     def say(self, line: str) -> None:
@@ -93,7 +104,7 @@ class _Cache:
     # -- stats ----------------------------------------------------------------------------------
 
     def stats(self) -> Json:
-        # Scanning moves bad files to quarantine; stats should change nothing if possible.
+        # Scanning moves damaged files to quarantine, so scan only if the index is lost.
         is_lost = self.state.is_index_lost
         parts = list(self.files.scan()) if is_lost else list(self.state.parts)
         used = self.files.used_bytes()
@@ -103,8 +114,8 @@ class _Cache:
         self.say(f"turns      {self.ledger.num_turns():,}")
         self.say(f"files      {len(parts):,}, {size(sum(part.nbytes for part in parts))}")
         models = self._by_model(parts)
-        for (model, kv_format), (number, nbytes) in models.items():
-            self.say(f"  {model} ({kv_format}): {number:,}, {size(nbytes)}")
+        for (model, abi, kv_format), (number, nbytes) in models.items():
+            self.say(f"  {model} ({abi}, {kv_format}): {number:,}, {size(nbytes)}")
         others = self.files.other_bytes()
         self.say(
             f"in all     {size(used)} of {size(budget)} ({used / budget:.1%}), "
@@ -117,8 +128,14 @@ class _Cache:
             "turns": self.ledger.num_turns(),
             "files": len(parts),
             "models": [
-                {"model": model, "kv_format": kv_format, "files": number, "bytes": nbytes}
-                for (model, kv_format), (number, nbytes) in models.items()
+                {
+                    "model": model,
+                    "abi": abi,
+                    "kv_format": kv_format,
+                    "files": number,
+                    "bytes": nbytes,
+                }
+                for (model, abi, kv_format), (number, nbytes) in models.items()
             ],
             "used_bytes": used,
             "budget_bytes": budget,
@@ -126,19 +143,22 @@ class _Cache:
             "problem": self.state.problem or "",
         }
 
-    def _by_model(self, parts: Sequence[BlockPart]) -> dict[tuple[str, str], tuple[int, int]]:
+    def _by_model(self, parts: Sequence[BlockPart]) -> dict[_Origin, tuple[int, int]]:
         names = known_models(self.settings.home_dir / "models" / "fingerprints.json")
-        origins = {}
-        for part in {part.root: part for part in parts}.values():
-            try:
-                fingerprint, kv_format = self.files.origin(part)
-            except CacheCorruptionError:
-                fingerprint, kv_format = "unknown", "unknown"
-            origins[part.root] = (names.get(fingerprint, fingerprint[:_SHORT]), kv_format)
-        numbers = Counter(origins[part.root] for part in parts)
-        sizes: Counter[tuple[str, str]] = Counter()
+        origins = {
+            origin.root: (
+                names.get(origin.fingerprint, origin.fingerprint[:_SHORT]),
+                origin.abi,
+                origin.kv_format,
+            )
+            for origin in self.files.origins()
+        }
+        numbers: Counter[_Origin] = Counter()
+        sizes: Counter[_Origin] = Counter()
         for part in parts:
-            sizes[origins[part.root]] += part.nbytes
+            origin = origins.get(part.root, ("unknown",) * 3)
+            numbers[origin] += 1
+            sizes[origin] += part.nbytes
         return {origin: (number, sizes[origin]) for origin, number in numbers.most_common()}
 
     # -- verify ---------------------------------------------------------------------------------
@@ -151,7 +171,7 @@ class _Cache:
         bad = [what for what in removed if what[0] not in unfinished]
         num_files = len(sound) + len(bad)
         for number, part in enumerate(tuple(sound), start=1):
-            self.status.update(f"checking file {number:,} of {len(sound):,}")
+            self.status.show(f"checking file {number:,} of {len(sound):,}")
             try:
                 self.files.read(part)
             except CacheCorruptionError as error:
@@ -184,7 +204,7 @@ class _Cache:
         }
 
     def _verify_ledger(self) -> bool:
-        """Read all agents and turns; what is bad is restored from the backup."""
+        """Read all agents and turns; restore the ledger from its backup if it is damaged."""
         if self._tell_problem():
             return False
         damaged = [agent for agent in self.state.agents if not self._is_sound(agent)]
@@ -211,49 +231,58 @@ class _Cache:
 
     # -- gc -------------------------------------------------------------------------------------
 
-    def collect(self, before: float) -> Json:
-        AgentLedger(self.ledger, self.state, write_at_once(self.ledger)).expire()
-        num_turns = self.ledger.forget_unreachable(
-            before=before, replays_before=time.time() - REPLAY_TTL_S
-        )
-        index, last_used = BlockIndex(), {part.key: part.last_used for part in self.state.parts}
-        parts = [
-            replace(part, last_used=max(part.last_used, last_used.get(part.key, 0.0)))
-            for part in self.files.scan()
-        ]
-        for part in parts:
-            index.add(part.root, part.parent, part.start, part.tokens)
-        reached = index.reachable(pointer.block for pointer in self.ledger.pointers())
-        kept = [part for part in parts if part.name in reached or part.last_used >= before]
-        names = {part.key for part in kept}
-        gone = [part for part in parts if part.key not in names]
-        for part in gone:
-            self.files.delete(part)
-        self._write_index(kept)
-        freed = self.files.empty_quarantine(before=before)
-        if freed:
-            self.say(f"deleted {size(freed)} of bad files in quarantine")
+    def collect(self, age_s: float) -> Json:
+        """Run the server's garbage collection."""
+        num_turns = self.ledger.num_turns()
+        disk = DiskTier(self.files, self.ledger, DiskLimits(0, 0))
+        agents = AgentLedger(self.ledger, self.state, disk.change)
+        store = AgentCacheStore(BlockPool(_SPEC, 0), disk, on_moved=agents.log.move)
+        store.restore_index(self.state.parts)
+        disk.start(store.is_on_disk)
+        upkeep = Upkeep(store, agents, self.ledger, disk, files=self.files, orphan_ttl_s=age_s)
+        try:
+            upkeep.reconcile()
+            before = _files(store)
+            freed = upkeep.collect()
+            kept = _files(store)
+        finally:
+            disk.flush(_FLUSH_S)
+            num_turns -= self.ledger.num_turns()
+            is_written = disk.close(_FLUSH_S)
+        if problem := upkeep.problem or disk.problem:
+            self.say(f"not all was done: {problem}")
+        elif not is_written:
+            self.say("not all was done: deleting files takes too long")
+        gone_bytes = sum(before[key] for key in before.keys() - kept.keys())
+        num_gone, left_bytes = len(before) - len(kept), sum(kept.values())
+        if freed > gone_bytes:
+            self.say(f"deleted {size(freed - gone_bytes)} of bad files in quarantine")
         self.say(
-            f"deleted {_count(len(gone), 'file')} ({size(sum(part.nbytes for part in gone))}) "
+            f"deleted {_count(num_gone, 'file')} ({size(gone_bytes)}) "
             f"and {_count(num_turns, 'turn')} that no agent reaches; left: "
-            f"{_count(len(kept), 'file')} ({size(sum(part.nbytes for part in kept))})"
+            f"{_count(len(kept), 'file')} ({size(left_bytes)})"
         )
         return {
-            "deleted_files": len(gone),
-            "deleted_bytes": sum(part.nbytes for part in gone),
+            "deleted_files": num_gone,
+            "deleted_bytes": gone_bytes,
             "deleted_turns": num_turns,
-            "quarantine_bytes": freed,
+            "quarantine_bytes": freed - gone_bytes,
             "files": len(kept),
-            "bytes": sum(part.nbytes for part in kept),
+            "bytes": left_bytes,
         }
 
     def _write_index(self, parts: Sequence[BlockPart]) -> None:
-        """Let the ledger's index say what is there."""
+        """Update the ledger's index to list exactly these parts."""
         known = {part.key: part for part in self.state.parts}
         there = {part.key for part in parts}
         changes: list[LedgerChange] = [DropPart(key) for key in known if key not in there]
         changes += [PutPart(part) for part in parts if part.key not in known]
         self.ledger.apply([*changes, MarkIndexWhole()], is_synced=False)
+
+
+def _files(store: AgentCacheStore) -> dict[PartKey, int]:
+    """The size in bytes of each file that a store knows."""
+    return {file.key: file.nbytes for node in store.nodes() for file in node.files.values()}
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,4 +1,4 @@
-"""`semantic chat`: talk to an agent, fork it and go back, from a terminal."""
+"""`semantic chat`: talk to an agent from a terminal, with commands to fork and rewind it."""
 
 import contextlib
 import sys
@@ -11,14 +11,15 @@ from urllib.parse import quote
 import typer
 from rich.console import Console
 from rich.control import Control
-from rich.markup import escape
 from rich.segment import ControlType
+from rich.text import Text
 
+from semantic.adapters.config.terminal import printable
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.agents import AgentArgument, find_turn, turn_tree
 from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
 from semantic.entrypoints.cli.flags import AsJson, print_json, with_server
-from semantic.entrypoints.cli.screen import console, printable, reuse_bar, working
+from semantic.entrypoints.cli.screen import Working, console, reuse_bar
 
 _HELP = """\
   /fork [NAME]    continue as another agent from here
@@ -46,7 +47,7 @@ def chat(
     ] = None,
     as_json: AsJson = False,
 ) -> int | None:
-    """Talk to an agent, which remembers the conversation, even if the server restarts."""
+    """Talk to an agent. It keeps the conversation, even across restarts of the server."""
     if as_json and message is None:
         raise InvalidRequestError("--json needs --message: it prints one reply")
     limits = {"max_tokens": max_tokens, "temperature": temperature}
@@ -55,7 +56,7 @@ def chat(
     session.open(system)
     if as_json:
         path = f"/v1/agents/{agent}/generate"
-        with working(f"{agent} answers"):
+        with Working(f"{agent} answers"):
             reply = client.call("POST", path, json={"message": message, **options})
         print_json(reply)
     elif message is not None:
@@ -73,10 +74,15 @@ class ChatSession:
     agent: str
     screen: Console
     options: Json = field(default_factory=dict)
-    _is_reading: bool = False  # a line on the screen says how far
+    _is_reading: bool = False  # whether the screen shows a line of prefill progress
 
     def open(self, system: str | None = None) -> None:
-        """Find the agent, or make it."""
+        """Find the agent, or create it with this system prompt.
+
+        Raises:
+            InvalidRequestError: it exists with another system prompt.
+            ServerError: the server refused, or did not answer.
+        """
         try:
             found = self.client.call("GET", self.path)
         except ServerError as error:
@@ -92,25 +98,25 @@ class ChatSession:
         if found["turns"] and self.screen.is_terminal:
             tier = found["state"]["tier"]
             turns = "1 turn" if found["turns"] == 1 else f"{found['turns']:,} turns"
-            self.screen.print(f"[dim]{turns}, {found['tokens']:,} tokens, {tier}[/dim]")
+            self.screen.print(f"{turns}, {found['tokens']:,} tokens, {tier}", style="dim")
 
     @property
     def path(self) -> str:
-        """Where the agent is."""
+        """The path of the agent's resource."""
         return f"/v1/agents/{self.agent}"
 
     def run(self) -> None:
-        """Read lines until the end; what fails is told, and the next line is read."""
+        """Read and run lines until the input ends or `/quit`; errors are printed."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - gives `input` a history
         if self.screen.is_terminal:
-            self.screen.print(f"[dim]talking to {escape(self.agent)}; /help lists commands[/dim]")
+            self.screen.print(f"talking to {self.agent}; /help lists commands", style="dim")
         while (line := self._read()) is not None:
             try:
                 if not self._obey(line):
                     return
             except (ServerError, InvalidRequestError) as error:
-                self.screen.print(f"[red]{escape(error.message)}[/red]")
+                self.screen.print(error.message, style="red")
 
     def _read(self) -> str | None:
         prompt = f"{self.agent}> " if sys.stdin.isatty() else ""
@@ -124,7 +130,7 @@ class ChatSession:
                 self.screen.print()
 
     def _obey(self, line: str) -> bool:
-        """Do what a line asks for; False at the end."""
+        """Send a message or run a command; False for `/quit`."""
         if not line.startswith("/"):
             self.say(line)
             return True
@@ -135,7 +141,7 @@ class ChatSession:
             "log": self._log,
             "explain": self._explain,
             "model": self._model,
-            "help": lambda _: self.screen.print(_HELP, markup=False),
+            "help": lambda _: self.screen.print(_HELP),
         }
         if name in ("quit", "exit", "q"):
             return False
@@ -144,10 +150,10 @@ class ChatSession:
         commands[name](argument.strip())
         return True
 
-    # -- saying -----------------------------------------------------------------------------------
+    # -- messages ---------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
-        """Say something and show the reply as it comes; Ctrl-C stops it."""
+        """Send a message and stream the reply to the screen; Ctrl-C stops it."""
         started, first = time.monotonic(), None
         events = self.client.events(
             "POST", f"{self.path}/generate", json={"message": text, "stream": True, **self.options}
@@ -158,7 +164,7 @@ class ChatSession:
                     first = time.monotonic()
                 self._show(event, started, first)
         except KeyboardInterrupt:
-            self.screen.print("\n[dim]stopped; this turn is not kept[/dim]")
+            self.screen.print("\nstopped; this turn is not kept", style="dim")
         finally:
             events.close()
 
@@ -170,13 +176,13 @@ class ChatSession:
             case "text":
                 self._write(event["text"])
             case "thinking":
-                self.screen.print(escape(printable(event["text"])), style="dim italic", end="")
+                self.screen.print(event["text"], style="dim italic", end="")
             case "tool_call":
-                self.screen.print(f"\n[cyan]calls {escape(event['name'])}[/cyan] ", end="")
+                self.screen.print(f"\ncalls {event['name']} ", style="cyan", end="")
             case "tool_arguments":
                 self._write(event["arguments"])
             case "prefill" if self.screen.is_terminal and event["done"] < event["total"]:
-                self.screen.print(f"[dim]reading {event['done']}/{event['total']}[/dim]", end="")
+                self.screen.print(f"reading {event['done']}/{event['total']}", style="dim", end="")
                 self._is_reading = True
             case "finished":
                 self._conclude(event, started, first)
@@ -208,12 +214,12 @@ class ChatSession:
     def _fork(self, name: str) -> None:
         body = {"ids": [name]} if name else {"n": 1}
         self.agent = self.client.call("POST", f"{self.path}/fork", json=body)["data"][0]["id"]
-        self.screen.print(f"[dim]now talking to {escape(self.agent)}[/dim]")
+        self.screen.print(f"now talking to {self.agent}", style="dim")
 
     def _rewind(self, back: str) -> None:
         turn = find_turn(self.client, self.agent, back or "1")
         found = self.client.call("POST", f"{self.path}/rewind", json={"turn_id": turn})
-        self.screen.print(f"[dim]back at turn {found['turns']}[/dim]")
+        self.screen.print(f"back at turn {found['turns']}", style="dim")
 
     def _log(self, _: str) -> None:
         turns = {t["id"]: t for t in self.client.pages(f"{self.path}/turns", "before")}
@@ -223,14 +229,11 @@ class ChatSession:
     def _explain(self, _: str) -> None:
         why = self.client.call("GET", f"{self.path}/explain")
         self.screen.print(reuse_bar(why["reuse"]))
-        self.screen.print(escape(why["summary"]))
+        self.screen.print(why["summary"])
         if left := why["diverged"]:
-            before, expected, actual = (
-                escape(printable(left[side])) for side in ("before", "expected", "actual")
-            )
-            self.screen.print(f"[dim]…{before}[/dim]")
-            self.screen.print(f"[red]- {expected}[/red]")
-            self.screen.print(f"[green]+ {actual}[/green]")
+            self.screen.print(f"…{left['before']}", style="dim")
+            self.screen.print(f"- {left['expected']}", style="red")
+            self.screen.print(f"+ {left['actual']}", style="green")
 
     def _model(self, name: str) -> None:
         listed = self.client.call("GET", "/v1/models")["data"]
@@ -238,12 +241,15 @@ class ChatSession:
             self._require_model(name, [model["id"] for model in listed])
             self.client.call("PATCH", self.path, json={"model": name})
         wanted = self.client.call("GET", self.path)["settings"]["model"] or "the one served"
-        self.screen.print(f"asks for {escape(wanted)}; the server has:")
+        self.screen.print(f"asks for {wanted}; the server has:")
         for model in listed:
-            self.screen.print(f"  {escape(model['id'])}  [dim]{escape(str(model['state']))}[/dim]")
+            self.screen.print(Text(f"  {model['id']}  ").append(str(model["state"]), "dim"))
 
     def _require_model(self, name: str, known: list[str]) -> None:
-        """Ask the server, which knows aliases; an agent may be given any name until it speaks."""
+        """Check a name with the server, which knows aliases.
+
+        An agent accepts any name; a wrong one would fail only at its next turn.
+        """
         try:
             self.client.call("GET", f"/v1/models/{quote(name)}")
         except ServerError as error:

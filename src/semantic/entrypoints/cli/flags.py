@@ -1,9 +1,9 @@
-"""Flags that many commands share: those of settings, and those that find a running server."""
+"""Flags that many commands share: settings, and the address and key of a running server."""
 
 import inspect
 import json
 import os
-import sys
+import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,18 +15,21 @@ from rich.console import RenderableType
 
 from semantic.adapters.config.settings import Settings, load_settings, misspelled
 from semantic.entrypoints.cli.client import DEFAULT_URL, Json, ServerClient
-from semantic.entrypoints.cli.screen import console
+from semantic.entrypoints.cli.screen import console, say
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_UNPRINTABLE = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a command found: `value` for scripts, as JSON, or `shown` to people.
+    """The result of a command.
 
     Attributes:
-        note: Told to people beside it, on standard error.
+        value: Printed as JSON with `--json`.
+        shown: Printed otherwise.
+        note: Printed to standard error, without `--json` only.
         status: The exit status.
     """
 
@@ -36,32 +39,32 @@ class Answer:
     status: int = 0
 
     def print(self, *, as_json: bool) -> int:
-        """Print it; returns the exit status."""
+        """Print the result; returns the exit status."""
         if as_json:
             print_json(self.value)
             return self.status
         if not isinstance(self.shown, str):
             console().print(self.shown)
         elif self.shown:
-            typer.echo(self.shown)
+            say(self.shown)
         if self.note:
-            typer.echo(self.note, err=True)
+            say(self.note, is_error=True)
         return self.status
 
 
-# One that returns an answer has a flag for JSON.
+# A command that returns an `Answer` gets the flag --json.
 Command: TypeAlias = Callable[..., Answer | int | None]
 
 
 def with_settings(*names: str) -> Callable[[Command], Command]:
-    """Give a command flags for these settings and `--config`; it gets all settings first."""
+    """Add flags for these settings and `--config`; the command's first argument is `Settings`."""
 
     def decorate(command: Command) -> Command:
         def prepare(options: Json) -> AbstractContextManager[Settings]:
             config = options.pop("config")
             given = {name: options.pop(name) for name in names}
             for warning in misspelled(os.environ):
-                sys.stderr.write(f"semantic: {warning}\n")
+                say(f"semantic: {warning}", is_error=True)
             given = {name: value for name, value in given.items() if value is not None}
             return nullcontext(load_settings(given, config=config))
 
@@ -73,11 +76,11 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
 
 
 def with_server(command: Command) -> Command:
-    """Give a command flags that say which server it speaks to; it gets a client first."""
+    """Add the flags `--server` and `--key`; the command's first argument is a `ServerClient`."""
     server = typer.Option(
         "--server", envvar="SEMANTIC_URL", metavar="URL", help=f"default: {DEFAULT_URL}"
     )
-    # The second is the server's own setting: who shares its environment needs no other.
+    # The second is the server's own setting, so that one environment serves both.
     variables = ["SEMANTIC_CLIENT_KEY", "SEMANTIC_API_KEY"]
     key = typer.Option(
         "--key", envvar=variables, metavar="KEY", help="API key, if the server needs one"
@@ -91,8 +94,9 @@ def with_server(command: Command) -> Command:
 
 
 def print_json(value: object) -> None:
-    """Print a value for scripts."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    """Print a value as JSON, with control characters escaped."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    typer.echo(_UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def _with_flags(
@@ -100,7 +104,7 @@ def _with_flags(
     flags: Iterable[inspect.Parameter],
     prepare: Callable[[Json], AbstractContextManager[object]],
 ) -> Command:
-    """Wrap a command so that typer sees more flags; `prepare` makes one value of them."""
+    """Add flags to a command; `prepare` turns their values into its first argument."""
     signature = inspect.signature(command, eval_str=True)
     _, *own = signature.parameters.values()
     has_answer = signature.return_annotation is Answer
@@ -121,7 +125,7 @@ def _with_flags(
 
 
 def _setting(name: str) -> inspect.Parameter:
-    """The flag of a setting; what it may be, the settings check themselves."""
+    """The flag of a setting; `Settings` validates its value."""
     field = Settings.model_fields[name]
     choices = getattr(field.annotation, "__args__", ())
     is_switch = field.annotation is bool

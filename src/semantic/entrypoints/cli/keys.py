@@ -1,4 +1,4 @@
-"""`semantic keys`: give keys out, list them, and revoke them."""
+"""`semantic keys`: create, list and revoke API keys."""
 
 from collections.abc import Sequence
 from typing import Annotated, TypeVar
@@ -26,7 +26,7 @@ _Limits = TypeVar("_Limits", RateEntry, TenantEntry)
 
 keys_app = typer.Typer(
     help="Give out, list or revoke API keys. While there are none, the server listens on this "
-    "machine alone and asks nobody for a key.",
+    "machine alone and requires no key.",
     no_args_is_help=True,
 )
 
@@ -114,7 +114,7 @@ def revoke(
     *,
     key_id: Annotated[str, typer.Argument(metavar="ID", help="as `semantic keys list` shows it")],
 ) -> Answer:
-    """Revoke a key; what belongs to its tenant stays.
+    """Revoke a key; the agents and KV cache of its tenant stay.
 
     To replace a key, add one for the same tenant and revoke the old one. A running server reads the
     key file again on SIGHUP.
@@ -124,10 +124,10 @@ def revoke(
 
 
 def _read_limits(entry: _Limits, given: Sequence[str]) -> _Limits:
-    """Change what was given as NAME=N.
+    """Return the limits with those given as NAME=N replaced.
 
     Raises:
-        InvalidRequestError: a name or a number is wrong; says which.
+        InvalidRequestError: a name or a number is invalid; the message says which.
     """
     values = entry.model_dump()
     for text in given:

@@ -1,8 +1,8 @@
-"""`semantic launch`: run another program's client against this server.
+"""`semantic launch`: run a coding agent or another client against a running server.
 
-Everything it needs to know (address, model, how much the model reads and writes) is given to that
-one process, by its environment, its flags, or a file of its own in a temporary directory. The
-client's configuration at home is left alone.
+The process receives the server's address, the model and its context length by environment
+variables, flags, or a file in a temporary directory. The user's configuration of the client is not
+changed.
 """
 
 import json
@@ -21,13 +21,13 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.client import Json, ServerClient
 from semantic.entrypoints.cli.flags import print_json, with_server
 
-# Of a model's context, what clients are told they may ask for in one reply.
+# Clients are configured to request at most 1/4 of the context in one reply.
 _REPLY_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a client has to know of a server."""
+    """The connection parameters that a client needs."""
 
     url: str
     key: str
@@ -36,23 +36,23 @@ class Target:
 
     @property
     def openai_url(self) -> str:
-        """Where OpenAI's protocols are."""
+        """The base URL of the OpenAI protocols."""
         return f"{self.url}/v1"
 
     @property
     def reply(self) -> int:
-        """The most tokens of a reply."""
+        """The maximum number of tokens in a reply."""
         return self.context // _REPLY_SHARE
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a client is started.
+    """How to start a client.
 
     Attributes:
-        command: The program and its first arguments; `{dir}` is the temporary directory.
-        env: More environment; `{dir}` here too.
-        files: Written into the temporary directory, by name.
+        command: The program and its first arguments; `{dir}` stands for the temporary directory.
+        env: Additional environment variables; `{dir}` is replaced here too.
+        files: JSON files to write into the temporary directory, by name.
     """
 
     command: tuple[str, ...]
@@ -160,7 +160,7 @@ def _continue(target: Target) -> Launch:
         "defaultCompletionOptions": {"contextLength": target.context, "maxTokens": target.reply},
     }
     config = {"name": "semantic", "version": "0.0.1", "schema": "v1", "models": [model]}
-    # JSON is YAML too.
+    # Written as JSON, which is valid YAML.
     return Launch(("cn", "--config", "{dir}/config.yaml"), {}, {"config.yaml": config})
 
 
@@ -173,7 +173,7 @@ CLIENTS: dict[str, Callable[[Target], Launch]] = {
     "aider": _aider,
     "continue": _continue,
 }
-# How to get them, for whoever has not.
+# How to install each client.
 INSTALL = {
     "claude": "npm install -g @anthropic-ai/claude-code",
     "codex": "npm install -g @openai/codex",
@@ -229,11 +229,11 @@ def launch(
 
 
 def find_target(client: ServerClient, model: str | None = None) -> Target:
-    """Ask a server what it serves.
+    """Look up a model and its context length on a server; by default the loaded model.
 
     Raises:
-        InvalidRequestError: it has no such model.
-        ServerError: it does not answer.
+        InvalidRequestError: the server has no such model, or has not loaded it yet.
+        ServerError: the server does not answer.
     """
     listed = {entry["id"]: entry for entry in client.call("GET", "/v1/models")["data"]}
     loaded = [name for name, entry in listed.items() if entry["state"] in ("ready", "loaded")]
@@ -247,8 +247,8 @@ def find_target(client: ServerClient, model: str | None = None) -> Target:
 
 
 def _run(command: list[str], env: dict[str, str]) -> int:
-    """Run a program in the foreground; Ctrl-C is its own business."""
-    with subprocess.Popen(command, env=env) as process:  # noqa: S603 - what the user asked for
+    """Run a program in the foreground; the program handles Ctrl-C itself."""
+    with subprocess.Popen(command, env=env) as process:  # noqa: S603 - the user requested it
         while True:
             try:
                 return process.wait()

@@ -1,18 +1,17 @@
-"""`semantic models`: what is on this machine, fetching more, and swapping what a server serves."""
+"""`semantic models`: list, download and swap models."""
 
 import contextlib
 from collections.abc import Iterator
 from typing import Annotated
 
 import typer
-from rich.status import Status
 from rich.text import Text
 
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
 from semantic.domain.model_names import SHORT_NAMES
 from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
 from semantic.entrypoints.cli.flags import Answer, with_server, with_settings
-from semantic.entrypoints.cli.screen import size, table, working
+from semantic.entrypoints.cli.screen import Working, size, table
 
 models_app = typer.Typer(
     help="List, swap and download models.",
@@ -24,7 +23,7 @@ _STATES = {"loaded": "green", "ready": "green", "loading": "yellow", "failed": "
 @models_app.command("ls")
 @with_server
 def list_models(client: ServerClient) -> Answer:
-    """List what a server serves and what is on its machine."""
+    """List the models that a server serves or has on its machine."""
     models = client.call("GET", "/v1/models")["data"]
     made = table("model", "state", "family", ">size", ">context", "")
     for model in models:
@@ -60,9 +59,9 @@ def swap(
     body: Json = {"model": model, "wait": False}
     if drain is not None:
         body["drain_timeout_s"] = drain
-    with working(f"swapping to {model}") as status:
+    with Working(f"swapping to {model}") as status:
         with contextlib.closing(client.events("GET", "/v1/events")) as events:
-            next(events)  # it listens now, so that nothing is missed
+            next(events)  # wait until subscribed, so that no event is missed
             answer = client.call("POST", "/admin/models/swap", json=body)
             if answer["status"] == "accepted":
                 _follow(events, status)
@@ -70,11 +69,11 @@ def swap(
     return Answer(found, f"{found['id']}: {found['state']}")
 
 
-def _follow(events: Iterator[Json], status: Status) -> None:
+def _follow(events: Iterator[Json], status: Working) -> None:
     """Show the steps of a swap until it ends.
 
     Raises:
-        ServerError: it failed; the model before it is served again.
+        ServerError: the swap failed; the server serves the previous model again.
     """
     for event in events:
         match event["type"]:
@@ -83,7 +82,7 @@ def _follow(events: Iterator[Json], status: Status) -> None:
             case "model.ready":
                 return
             case str(kind) if kind.startswith("model."):
-                status.update(event.get("detail") or kind)
+                status.show(event.get("detail") or kind)
 
 
 @models_app.command()
@@ -105,8 +104,8 @@ def pull(
     published, four_bit = SHORT_NAMES.get(model, (model, model))
     source = LocalModelSource(settings.home_dir / "models", STARTER_MODEL)
     name = STARTER_MODEL if model == "starter" else four_bit if mlx else published
-    with working(f"looking for {name}") as status:
-        directory = source.resolve(name, status.update)
+    with Working(f"looking for {name}") as status:
+        directory = source.resolve(name, status.show)
     nbytes = sum(f.stat().st_size for f in directory.iterdir())
     found = {"model": name, "directory": str(directory), "bytes": nbytes}
     return Answer(found, f"{directory}: {size(nbytes)}")

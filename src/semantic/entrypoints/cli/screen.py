@@ -1,37 +1,79 @@
-"""How values look on a terminal."""
+"""Formatting of values for a terminal.
+
+All text that a command prints goes through `console`, `Working` or `say`. They remove control
+characters and interpret no markup, so that text of models, clients and servers is safe to print.
+"""
 
 import sys
 import time
+from collections.abc import Iterable
+from typing import Self
 
-from rich.console import Console
+import typer
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from semantic.adapters.config.terminal import printable
 from semantic.entrypoints.cli.client import Json
 
 TIER_STYLES = {"hot": "red", "warm": "yellow", "cold": "blue"}
-# A reply's tokens by where they came from, in the order of a bar.
+# Sources of a prompt's tokens, in the order in which a bar shows them.
 REUSE_STYLES = {"hot": "red", "pool": "magenta", "disk": "yellow", "computed": "bright_black"}
 _BAR_WIDTH = 24
-_COMMANDS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
-def console(*, is_error: bool = False) -> Console:
-    """A terminal; where there is none, plain text is written."""
-    return Console(stderr=is_error, highlight=False)
+class _PlainConsole(Console):
+    """Removes control characters from all text."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(printable(segment.text), segment.style)
 
 
-def working(text: str) -> Status:
-    """Shows, at a terminal, that something is going on, for as long as its context lasts.
+def console(*, is_error: bool = False, is_quiet: bool = False) -> Console:
+    """Make a console without markup; it prints plain text if the stream is no terminal."""
+    return _PlainConsole(
+        stderr=is_error, quiet=is_quiet, highlight=False, markup=False, emoji=False
+    )
 
-    Print nothing inside it: what goes to standard output would come out on standard error.
+
+def say(text: str, *, is_error: bool = False) -> None:
+    """Print a line without control characters."""
+    typer.echo(printable(text), err=is_error)
+
+
+class Working:
+    """A context manager that shows a spinner with a text on a terminal.
+
+    Print nothing inside it: rich redirects standard output to standard error meanwhile.
     """
-    return Status(text, console=Console(stderr=True, quiet=not sys.stderr.isatty()))
+
+    def __init__(self, text: str) -> None:
+        quiet = not sys.stderr.isatty()
+        self._status = Status(Text(text), console=console(is_error=True, is_quiet=quiet))
+
+    def __enter__(self) -> Self:
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def show(self, text: str) -> None:
+        """Replace the text."""
+        self._status.update(Text(text))
 
 
 def size(nbytes: float) -> str:
-    """Bytes in the largest unit that leaves a whole number before the point."""
+    """Format a number of bytes in B, KB, MB or GB (powers of 1024)."""
     for unit in ("B", "KB", "MB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -40,7 +82,7 @@ def size(nbytes: float) -> str:
 
 
 def age(moment: float, now: float | None = None) -> str:
-    """How long ago a moment was."""
+    """Format the time since a Unix timestamp in its largest unit."""
     seconds = max(0.0, (time.time() if now is None else now) - moment)
     for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= length:
@@ -48,24 +90,14 @@ def age(moment: float, now: float | None = None) -> str:
     return f"{seconds:.0f} s"
 
 
-def printable(text: str) -> str:
-    r"""Text without what would command the terminal: a model may have written anything.
-
-    Example:
-        >>> printable("one\n\x1b[2Jtwo")
-        'one\n[2Jtwo'
-    """
-    return text.translate(_COMMANDS)
-
-
 def shorten(text: str, width: int) -> str:
-    """The beginning of a text, on one line."""
+    """Return a text on one line, cut to `width` characters."""
     line = " ".join(text.split())
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
 def table(*columns: str) -> Table:
-    """An empty table; a column that begins with > is for numbers, one with ~ for long text."""
+    """Make an empty table; the prefix > marks a column of numbers, ~ one of long text."""
     made = Table(
         box=None,
         pad_edge=False,
@@ -84,12 +116,12 @@ def table(*columns: str) -> Table:
 
 
 def tier(name: str) -> Text:
-    """Hot, warm or cold."""
+    """Style the name of a tier: hot, warm or cold."""
     return Text(name, TIER_STYLES.get(name, ""))
 
 
 def agents_table(agents: list[Json]) -> Table:
-    """Agents, one a line."""
+    """Make a table of agents, one per row."""
     made = table("agent", "tier", ">turns", ">tokens", ">memory", ">disk", ">used", "")
     for agent in agents:
         state = agent["state"]
@@ -111,7 +143,7 @@ def agents_table(agents: list[Json]) -> Table:
 
 
 def reuse_bar(reuse: Json) -> Text:
-    """Where a prompt's tokens came from, as a bar with its numbers."""
+    """Draw a bar of the sources of a prompt's tokens, with their numbers."""
     total = sum(reuse[kind] for kind in REUSE_STYLES)
     bar, place = Text(), 0.0
     for kind, style in REUSE_STYLES.items():
@@ -122,8 +154,8 @@ def reuse_bar(reuse: Json) -> Text:
 
 
 def message_text(message: Json) -> str:
-    """What a message says, in words."""
-    return printable("".join(_part_text(part) for part in message["content"]))
+    """Return a message as plain text; tool calls and results become placeholders."""
+    return "".join(_part_text(part) for part in message["content"])
 
 
 def _part_text(part: Json) -> str:

@@ -1,4 +1,4 @@
-"""`semantic top` and `semantic bench`: what a running server does, and how fast it is here."""
+"""`semantic top` and `semantic bench`: monitor a running server and measure its latency."""
 
 import platform
 import statistics
@@ -39,7 +39,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="print once and exit")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Watch a server: memory, disk, what is reused, and its agents. Ctrl-C stops."""
+    """Watch a server: memory, disk, reuse of the KV cache, and agents. Ctrl-C stops."""
     screen = console()
     seen = look(client)
     if as_json:
@@ -51,7 +51,7 @@ def top(
 
 
 def look(client: ServerClient) -> Json:
-    """What a server says of itself now."""
+    """Read the health, cache statistics and agents of a server."""
     agents = client.call("GET", "/v1/agents", params={"limit": _MAX_AGENTS})
     health = client.call("GET", "/health")
     return {"health": health, "cache": client.call("GET", "/v1/cache"), "agents": agents}
@@ -75,7 +75,10 @@ def _watch(client: ServerClient, seen: Json, interval: float) -> None:
 
 
 def draw(seen: Json, before: Json | None, interval: float, rows: int) -> RenderableType:
-    """One screen: the server, its budgets, its agents."""
+    """Render one screen: the server, its budgets and at most `rows` agents.
+
+    Rates are computed from `before`, the values one `interval` (in seconds) earlier, if given.
+    """
     health, cache, agents = seen["health"], seen["cache"], seen["agents"]
     title = f"{health['model']} on {health['backend']}: {health['state']}"
     problem = health.get("problem") or cache["disk"]["problem"]
@@ -88,7 +91,7 @@ def draw(seen: Json, before: Json | None, interval: float, rows: int) -> Rendera
     listed = agents["data"][:rows]
     more = agents["total"] - len(listed)
     foot = [Text(f"and {more:,} more", "dim")] if more > 0 else []
-    return Group(Panel(head, title=title, title_align="left"), agents_table(listed), *foot)
+    return Group(Panel(head, title=Text(title), title_align="left"), agents_table(listed), *foot)
 
 
 def _budgets(cache: Json) -> Table:
@@ -108,7 +111,7 @@ def _budgets(cache: Json) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class _Bar:
-    """How much of a budget is used; narrower where the terminal is."""
+    """A bar of the used share of a budget; it shrinks on a narrow terminal."""
 
     used: int
     budget: int
@@ -148,11 +151,11 @@ def _now(cache: Json, before: Json | None, interval: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """The figures of one run; seconds to the first token are medians.
+    """The results of one benchmark run, as medians over its rounds.
 
     Attributes:
-        first_token_s: By where the prompt's state was.
-        rate: Tokens a second while one reply is written.
+        first_token_s: Seconds to the first token, by where the prompt's KV cache was.
+        rate: Decoded tokens per second of a single reply.
     """
 
     version: str
@@ -174,7 +177,7 @@ def bench(
 ) -> None:
     """Measure the time to the first token: computed, from disk, from memory, still open.
 
-    A few agents are made, measured and deleted; others' state is left alone.
+    Creates a few agents, measures them and deletes them; other agents are not affected.
     """
     card = measure(client, tokens, rounds, is_shown=not as_json)
     if as_json:
@@ -184,7 +187,7 @@ def bench(
 
 
 def measure(client: ServerClient, tokens: int, rounds: int, *, is_shown: bool = False) -> Card:
-    """Run the rounds; each has an agent of its own, so that nothing is known of its prompt."""
+    """Run the rounds; each creates a new agent, so that no part of its prompt is cached."""
     health = client.call("GET", "/health")
     waits: dict[str, list[float]] = {way: [] for way in _WAYS}
     rates: list[float] = []
@@ -217,14 +220,14 @@ def measure(client: ServerClient, tokens: int, rounds: int, *, is_shown: bool = 
 
 
 def _prompt(tokens: int) -> str:
-    """A prompt of about so many tokens that nobody has sent before."""
+    """Make a unique prompt of about `tokens` tokens."""
     name = uuid.uuid4().hex[:8]
-    # About sixteen tokens a sentence in most vocabularies.
+    # About sixteen tokens per sentence in most vocabularies.
     return "".join(_SENTENCE.format(name, number) for number in range(max(tokens // 20, 1)))
 
 
 def _evict(client: ServerClient, agent: str) -> None:
-    """Take an agent's state out of memory; it must be on disk for that."""
+    """Evict an agent's KV cache to disk, once all of it has been written there."""
     for _ in range(100):
         state = client.call("GET", f"/v1/agents/{agent}")["state"]
         if state["disk_tokens"] >= state["tokens"]:
@@ -234,7 +237,7 @@ def _evict(client: ServerClient, agent: str) -> None:
 
 
 def _timed(client: ServerClient, agent: str, max_tokens: int) -> tuple[float, float]:
-    """Seconds to a reply's first token, and from there to the last tokens a second."""
+    """Return the seconds to a reply's first token, and the tokens per second after it."""
     body = {"message": "Go on.", "stream": True, "max_tokens": max_tokens, "ignore_eos": True}
     started, first, rate = time.perf_counter(), 0.0, 0.0
     for event in client.events("POST", f"/v1/agents/{agent}/generate", json=body):
@@ -257,4 +260,4 @@ def _print_card(card: Card) -> None:
     made.add_row("one stream", f"{card.rate:,.0f} tokens/s", "")
     title = f"Semantic {card.version}: {card.model} on {card.backend}, {card.machine}"
     foot = f"{card.prompt_tokens:,} tokens of conversation; medians"
-    console().print(Panel.fit(made, title=title, subtitle=foot))
+    console().print(Panel.fit(made, title=Text(title), subtitle=Text(foot)))

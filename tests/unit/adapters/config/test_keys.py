@@ -90,13 +90,41 @@ def test_keys_of_the_settings_stand_beside_the_files(
     given = {"home": tmp_path, "admin_key": secret_digest("the admin's key, hashed")}
     settings = load_settings(given)
     edit_key_file(tmp_path / "keys.json", lambda file: file.with_key("t", TenantEntry())[0])
-    ring = load_key_ring(tmp_path / "keys.json", settings.api_key, settings.admin_key)
+    path, marker = tmp_path / "keys.json", tmp_path / "marker"
+    ring = load_key_ring(path, marker, settings.api_key, settings.admin_key)
     assert len(ring.keys) == 3
     user, admin = ring.find("a-key-of-many-letters"), ring.find("the admin's key, hashed")
     assert user is not None
     assert admin is not None
     assert (user.is_admin, admin.is_admin, user.tenant) == (False, True, "local")
     assert "a-key-of-many-letters" not in repr(settings)
+
+
+def test_a_key_file_that_is_lost_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> None:
+    path, marker = tmp_path / "keys.json", tmp_path / "marker"
+
+    def load(api_key: str | None = None) -> int:
+        return len(load_key_ring(path, marker, api_key, None).keys)
+
+    def add() -> None:
+        edit_key_file(path, lambda file: file.with_key("t", TenantEntry())[0])
+
+    assert load() == 0
+    edit_key_file(path, lambda file: file)  # limits alone need no key
+    assert load() == 0
+    path.unlink()
+    assert load() == 0
+    add()
+    assert load() == 1
+    path.unlink()
+    for api_key in (None, "a-key-of-many-letters"):
+        with pytest.raises(InvalidRequestError, match=r"keys\.json is missing.*keys add.*marker"):
+            load(api_key)
+    add()
+    assert load() == 1
+    path.unlink()
+    marker.unlink()
+    assert load() == 0
 
 
 @pytest.mark.parametrize("value", ["short", "", "with a line\nbreak in the key", "ключ" * 10])

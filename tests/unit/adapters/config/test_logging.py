@@ -43,6 +43,29 @@ def test_pretty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not text.startswith("{")
 
 
+def test_pretty_lines_hold_no_commands_to_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging("debug", "pretty", LogFiles(tmp_path))
+    hostile = "a\x1b[2J\x9b2J\nfaked [info] line"
+    secret = "a prompt, or a " + "key"
+    structlog.get_logger("ours").info(hostile, model=hostile)
+    logging.getLogger("theirs").warning("model %s", hostile)
+    try:
+        raise RuntimeError(hostile)
+    except RuntimeError:
+        logging.getLogger("theirs").exception("failed")
+    written = capsys.readouterr().err
+    assert "\x1b[2J" not in written
+    assert "\x9b" not in written
+    assert "\nfaked" not in written
+    assert "\n  RuntimeError: a" in written
+    assert secret not in written
+    first, second, *_ = written.splitlines()
+    assert first.count("faked") == 2
+    assert second.count("faked") == 1
+
+
 def test_files_are_rotated_and_the_oldest_deleted(tmp_path: Path) -> None:
     configure_logging("info", "json", LogFiles(tmp_path, max_bytes=300, num_old=2))
     for number in range(20):

@@ -142,6 +142,13 @@ def test_lists_have_commas_in_the_environment(
     monkeypatch.setenv("SEMANTIC_MODEL_ALIASES", "gpt-*, local")
     assert load_settings().cors_origins == wanted
     assert load_settings().model_aliases == ["gpt-*", "local"]
+    monkeypatch.setenv("SEMANTIC_ALLOWED_HOSTS", "a.example, [::2]")
+    assert load_settings().allowed_hosts == ("a.example", "[::2]")
+    for wrong in ("https://a.example", "a.example:80", "*", ""):
+        monkeypatch.setenv("SEMANTIC_ALLOWED_HOSTS", wrong)
+        with pytest.raises(InvalidRequestError, match="is not a host name"):
+            load_settings()
+    monkeypatch.delenv("SEMANTIC_ALLOWED_HOSTS")
     for wrong in ("a.example", "https://a.example/", ""):
         monkeypatch.setenv("SEMANTIC_CORS_ORIGINS", wrong)
         with pytest.raises(InvalidRequestError, match="is not an origin"):

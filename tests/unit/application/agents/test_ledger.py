@@ -14,8 +14,15 @@ from semantic.domain.agents import Agent, Divergence, Pointer, Quota, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import Continuation
 from semantic.domain.errors import AgentNotFoundError, ConflictError, QuotaExceededError
+from semantic.ports.storage import PutTenant, PutTurn
 from tests.unit.application.engine_rig import ROOT
-from tests.unit.application.ledger_rig import GatedLedger, LateWriter, agents_of, exchange_of
+from tests.unit.application.ledger_rig import (
+    GatedLedger,
+    GatedWriter,
+    LateWriter,
+    agents_of,
+    exchange_of,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -252,6 +259,43 @@ def test_a_turn_that_is_not_written_yet_follows_its_block(ledger: SqliteLedger) 
 # -- a slow disk --------------------------------------------------------------------------------
 
 
+def test_a_block_moves_while_a_turn_is_being_written(ledger: SqliteLedger) -> None:
+    """The device thread moves blocks: it must not wait for a write of another thread."""
+    writer = GatedWriter(ledger, PutTurn)
+    agents = agents_of(ledger, writer)
+    with ThreadPoolExecutor(2) as pool:
+        committing = pool.submit(commit, agents, [1], [2])
+        try:
+            assert writer.is_writing.wait(60)
+            pool.submit(agents.log.move, OLD, NEW).result(60)
+            assert not committing.done()
+        finally:
+            writer.gate.set()
+        turn = committing.result(60)
+    assert turn.pointer is not None
+    assert turn.pointer.block == OLD  # as it was when the write began
+    assert block_of(agents, turn) == NEW
+
+
+def test_known_tenants_are_found_while_another_is_being_written(ledger: SqliteLedger) -> None:
+    writer = GatedWriter(ledger, PutTenant)
+    writer.gate.set()
+    agents = agents_of(ledger, writer)
+    agents.principal("known")
+    writer.gate.clear()
+    writer.is_writing.clear()
+    with ThreadPoolExecutor(3) as pool:
+        new = [pool.submit(agents.principal, "new") for _ in range(2)]
+        try:
+            assert writer.is_writing.wait(60)
+            assert pool.submit(agents.principal, "known").result(60).tenant == "known"
+            assert len(pool.submit(agents.principals).result(60)) == 1
+        finally:
+            writer.gate.set()
+        assert new[0].result(60) == new[1].result(60) == agents.principal("new")
+    assert agents_of(ledger).principal("new") == agents.principal("new")
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -281,6 +325,7 @@ def test_who_looks_up_an_agent_never_waits_for_the_disk(
                 agents.recent,
                 agents.principal,
                 agents.principals,
+                lambda: agents.principal("new"),
             ]
             for look in looks:
                 assert pool.submit(look).result(60)

@@ -423,6 +423,37 @@ def test_a_bad_part_fails_for_all_who_wait_and_holds_nothing(start: Start, tmp_p
     assert WantedPart(wanted.node, LayerKind.FULL).node.files == {}
 
 
+def test_a_read_that_is_cancelled_ends_for_all_who_wait(start: Start) -> None:
+    """An executor that is shut down cancels the reads that it has not begun."""
+    job = talk("p", 1)
+    start().serve(job)
+    bench = start()
+    wanted = bench.store.plan(ROOT, job.tokens).parts[0]
+    held = bench.store.loader.hold(wanted)
+    assert held is not None
+    assert bench.disk.pending.pop()[1].cancel()
+    assert isinstance(held.future.exception(0), CacheCorruptionError)
+    bench.store.loader.let_go(held)
+    assert bench.store.usage().used == 0
+    assert wanted.node.num_leases == 0
+    assert LayerKind.FULL in wanted.node.files  # it is sound
+
+
+def test_a_part_that_cannot_be_kept_fails_for_all_who_wait(start: Start) -> None:
+    job = talk("p", 1)
+    start().serve(job)
+    bench = start()
+    wanted = bench.store.plan(ROOT, job.tokens).parts[0]
+    held = bench.store.loader.hold(wanted)
+    assert held is not None
+    _, future = bench.disk.pending.pop()
+    future.set_result(None)  # type: ignore[arg-type] # a defect of whoever reads
+    assert held.future.exception(0) is not None
+    bench.store.loader.let_go(held)
+    assert bench.store.usage().used == 0
+    assert wanted.node.num_leases == 0
+
+
 # -- any order ----------------------------------------------------------------------------------
 
 SPECS = (

@@ -62,6 +62,15 @@ def test_what_does_not_fit_the_queue_is_offered_again(make_rig: MakeRig) -> None
     assert rig.store.usage().held == 0
 
 
+def test_what_is_offered_after_the_end_is_not_taken(make_rig: MakeRig) -> None:
+    """Its callback would never come, and memory would stay held for it."""
+    rig = make_rig()
+    assert rig.disk.close(60)
+    rig.seal(list(range(20)))
+    assert rig.disk.queued_bytes == 0
+    assert not rig.store.is_busy
+
+
 def test_a_block_is_recalled_while_it_waits_to_be_written(rig: MemoryRig) -> None:
     rig.files.write_gate.clear()
     rig.seal(list(range(8)))
@@ -107,6 +116,7 @@ def test_blocks_that_found_no_room_in_the_queue_are_written_at_the_end(make_rig:
 def test_closing_with_much_to_write_keeps_the_turns(rig: MemoryRig) -> None:
     rig.files.write_gate.clear()
     turn = rig.talk("ann", list(range(9)))
+    assert rig.files.write_begun.wait(60)
     assert not rig.disk.close(0.02)
     rig.files.write_gate.set()
     assert rig.disk.close(60)
@@ -342,18 +352,40 @@ def block(first: int) -> tuple[list[int], list[KVPayload]]:
 # -- reading ------------------------------------------------------------------------------------
 
 
-def test_small_files_do_not_make_large_ones_look_slow(rig: MemoryRig) -> None:
-    assert rig.disk.cost.seconds_to_read(10**9) == 0
-    rig.seal(list(range(8)))
-    rig.flush()
-    rig.store.drop_payloads(WantedPart(n, LayerKind.FULL) for n in rig.store.nodes())
-    rig.recall(list(range(9)))
-    before = rig.disk.cost.seconds_to_read(10**6)
-    assert before > 0
-    assert rig.disk.cost.is_read_in(10**6, before)
-    assert rig.disk.cost.seconds_to_read(10**6) == before
-    assert not rig.disk.cost.is_read_in(10**6, before / 2)
-    assert rig.disk.cost.seconds_to_read(10**6) < before
+def read(cost: ReadCost, now: list[float], nbytes: int, seconds: float) -> None:
+    with cost.measured(nbytes):
+        now[0] += seconds
+
+
+def test_small_files_do_not_make_large_ones_look_slow() -> None:
+    now = [100.0]
+    cost = ReadCost(clock=lambda: now[0])
+    assert cost.seconds_to_read(10**9) == 0
+    read(cost, now, 10**6, 1.0)
+    for _ in range(20):
+        read(cost, now, 1, 0.001)
+    assert cost.seconds_to_read(10**6) < 1.1
+
+
+def test_asking_how_fast_a_disk_is_does_not_change_the_answer() -> None:
+    now = [100.0]
+    cost = ReadCost(clock=lambda: now[0])
+    read(cost, now, 10**6, 1.0)
+    for _ in range(1000):
+        assert not cost.is_read_in(10**6, 0.1)
+    assert cost.seconds_to_read(10**6) == pytest.approx(1.0)
+
+
+def test_a_slow_disk_is_tried_again_after_a_while_and_measured_anew() -> None:
+    now = [100.0]
+    cost = ReadCost(clock=lambda: now[0])
+    read(cost, now, 10**6, 1.0)
+    now[0] += 150
+    assert not cost.is_read_in(10**6, 0.1)
+    now[0] += 60
+    assert cost.is_read_in(10**6, 0.1)
+    read(cost, now, 10**6, 1.0)
+    assert not cost.is_read_in(10**6, 0.1)
 
 
 def test_readings_that_pay_for_a_connection_say_nothing() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from semantic.adapters.outbound.backends.fake import FakeTokenizer, fake_spec
 from semantic.application.engine.device_thread import DeviceThread
+from semantic.application.engine.embedding import EmbeddingJob
 from semantic.application.engine.model import Command, LoadedModel
 from semantic.application.engine.request import EngineEvent, EventBatch
 from semantic.application.engine.scheduler import EngineLimits
@@ -26,7 +27,7 @@ from semantic.domain.errors import (
 )
 from semantic.domain.events import Failed, Finished
 from semantic.domain.sampling import FinishReason
-from semantic.ports.backend import StepOutput, Ticket
+from semantic.ports.backend import Step, StepOutput, Ticket
 from semantic.ports.inbound import ModelState
 from tests.unit.application.device_rig import running_device
 from tests.unit.application.engine_rig import FaultyBackend, make_job
@@ -301,6 +302,88 @@ def test_a_model_whose_device_is_lost_is_loaded_again(
         assert made.reason("b") is FinishReason.MAX_TOKENS
         assert len(backends) == 2
         assert backends[0].num_open == 0
+
+
+def test_a_call_that_fails_fails_its_future_and_those_behind_it_are_carried_out() -> None:
+    with device() as made:
+        made.stall("a")
+        made.backend.num_defects = 1
+        resized, closed = made.thread.resize(10**6), made.thread.close_idle("a")
+        made.backend.gate.set()
+        assert isinstance(resized.exception(60), BackendError)
+        assert closed.result(60) is None
+        made.submit("b")
+        assert made.reason("b") is FinishReason.MAX_TOKENS
+
+
+def test_a_waiter_that_leaves_cannot_cancel_a_call() -> None:
+    """The thread would fail all requests when it settles the future."""
+    with device() as made:
+        made.stall("a")
+        closed = made.thread.close_idle("a")
+        assert not closed.cancel()
+        made.backend.gate.set()
+        assert closed.result(60) is None
+        assert made.reason("a") is FinishReason.MAX_TOKENS
+
+
+def test_what_is_asked_for_after_a_stop_is_refused() -> None:
+    with device() as made:
+        made.thread.request_stop()
+        assert made.thread.join(60)
+        for late in (made.thread.resize(10**6), made.thread.close_idle("a")):
+            assert isinstance(late.exception(60), DrainingError)
+        with pytest.raises(DrainingError):
+            made.thread.exchange(None, drain_s=0)
+
+
+def test_a_text_that_waits_for_a_device_that_hangs_is_answered() -> None:
+    with device(hang_timeout_s=1.5) as made:
+        made.stall("running", max_tokens=100_000)
+        hung = EmbeddingJob((1, 2, 3))
+        made.thread.submit(hung)
+        assert isinstance(hung.result.exception(60), BackendError)
+        made.backend.gate.set()
+
+
+def test_a_thread_that_crashes_in_a_step_answers_requests_and_texts() -> None:
+    with device() as made:
+        made.stall("running", max_tokens=100_000)
+        text = EmbeddingJob((1, 2, 3))
+        made.thread.submit(text)
+
+        def crash(_: Step) -> bool:
+            raise SystemExit("no driver")
+
+        made.backend.fail_launch = crash
+        made.backend.gate.set()
+        assert isinstance(made.error("running"), BackendError)
+        assert isinstance(text.result.exception(60), BackendError)
+        made.await_state(ModelState.FAILED)
+
+
+def test_a_thread_that_crashes_answers_what_waits_and_refuses_the_rest() -> None:
+    """Some libraries call `sys.exit` where they could raise."""
+    is_asked, go_on = threading.Event(), threading.Event()
+
+    def load(_: Callable[[str], None]) -> LoadedModel:
+        is_asked.set()
+        go_on.wait(60)
+        raise SystemExit("no driver")
+
+    with device(load=load) as made:
+        assert is_asked.wait(60)
+        waiting = made.thread.close_idle("a")
+        swapped = made.thread.exchange(None, drain_s=0)
+        go_on.set()
+        for future in (waiting, swapped):
+            assert isinstance(future.exception(60), BackendError)
+        made.await_state(ModelState.FAILED)
+        assert isinstance(made.thread.resize(1).exception(60), BackendError)
+        with pytest.raises(ModelSwapError, match="no driver"):
+            made.thread.exchange(None, drain_s=0)
+        with pytest.raises(ModelSwapError, match="no driver"):
+            made.submit("a")
 
 
 def test_a_backend_is_shut_down_when_all_else_of_its_model_is_gone() -> None:

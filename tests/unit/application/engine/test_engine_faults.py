@@ -92,15 +92,26 @@ class RefusingBackend(FaultyBackend):
         return StepOutput(tuple(RowFailed(r.seq, "bad row") if r.seq == 0 else r for r in rows))
 
 
-class CorruptBackend(FaultyBackend):
-    """Finds sealed blocks unreadable, once told so."""
+class UnloadingBackend(FaultyBackend):
+    """Fails to load sealed blocks while it has an error to raise."""
 
-    is_corrupt = False
+    load_error: Exception | None = None
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
-        if self.is_corrupt:
-            raise CacheCorruptionError("bad checksum")
+        if self.load_error is not None:
+            raise self.load_error
         super().load(seq, parts, end)
+
+
+class UnsealingBackend(FaultyBackend):
+    """Fails to copy blocks to the host while it has an error to raise."""
+
+    copy_error: Exception | None = None
+
+    def payload(self, ticket: Ticket) -> KVPayload:
+        if self.copy_error is not None:
+            raise self.copy_error
+        return super().payload(ticket)
 
 
 def is_poisoned(step: Step) -> bool:
@@ -218,7 +229,7 @@ def test_a_row_the_backend_refuses_ends_its_own_request() -> None:
 
 
 def test_blocks_that_cannot_be_loaded_are_computed_again_and_replaced() -> None:
-    backend = CorruptBackend(SPEC)
+    backend = UnloadingBackend(SPEC)
     rig = make_rig(backend=backend)
     job, second = make_job("a", "x" * 30), make_job("b", "x" * 30 + "y")
 
@@ -227,8 +238,39 @@ def test_blocks_that_cannot_be_loaded_are_computed_again_and_replaced() -> None:
 
     rig.serve(job)
     bad = first_block()
-    backend.is_corrupt = True
+    backend.load_error = CacheCorruptionError("bad checksum")
     rig.serve(second)
     rig.expect_alone(second)
     assert rig.num_reused("b") == 0
     assert first_block() is not bad
+
+
+@pytest.mark.parametrize("error", [BackendError("invalid argument"), RuntimeError("no such page")])
+def test_a_copy_to_the_device_that_fails_costs_its_request_a_prefill(error: Exception) -> None:
+    backend = UnloadingBackend(SPEC)
+    rig = make_rig(backend=backend)
+    first, other = make_job("a", "x" * 30), make_job("other", "o" * 30)
+    second, third = make_job("b", "x" * 30 + "y"), make_job("c", "x" * 30 + "z")
+    rig.serve(first)
+    backend.load_error = error
+    rig.serve(second, other)
+    rig.expect_alone(second, other)
+    assert rig.num_reused("b") == 0
+    backend.load_error = None
+    rig.serve(third)
+    rig.expect_alone(third)
+    assert rig.num_reused("c") >= 24  # the blocks are sound, and stay
+
+
+@pytest.mark.parametrize("error", [BackendError("invalid argument"), RuntimeError("no such page")])
+def test_a_copy_from_the_device_that_fails_costs_the_next_turn_a_prefill(error: Exception) -> None:
+    backend = UnsealingBackend(SPEC)
+    rig = make_rig(backend=backend)
+    first, second = make_job("a", "x" * 30), make_job("b", "x" * 30 + "y")
+    backend.copy_error = error
+    rig.serve(first)
+    rig.expect_alone(first)
+    backend.copy_error = None
+    rig.serve(second)
+    rig.expect_alone(second)
+    assert rig.num_reused("b") == 0

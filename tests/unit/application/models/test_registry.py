@@ -9,10 +9,12 @@ import pytest
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeModels, FakeTokenizer
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.model import LoadedModel, Loader
-from semantic.application.models.registry import ModelRegistry
-from semantic.domain.errors import ConflictError
+from semantic.application.models.gate import ModelGate
+from semantic.application.models.registry import ModelRegistry, SwapPolicy
+from semantic.domain.errors import ConflictError, ModelNotFoundError
+from semantic.domain.events import Event, Failed, ModelProgress
 from semantic.ports.backend import ModelEntry, OnProgress
-from semantic.ports.inbound import ModelState
+from semantic.ports.inbound import ModelState, Reply
 from tests.unit.application.device_rig import ready_device
 from tests.waiting import await_that
 
@@ -28,6 +30,23 @@ class SlowModels(FakeModels):
     def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:
         assert self.is_there.wait(60)
         return super().fetch(entry, on_progress)
+
+
+class WatchedModels(FakeModels):
+    """Notes which thread looks for models, and asks the registry on another one meanwhile."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+        self.registry: ModelRegistry | None = None
+
+    def entries(self) -> list[ModelEntry]:
+        self.threads.append(threading.current_thread())
+        if self.registry is not None:
+            other = threading.Thread(target=self.registry.current, daemon=True)
+            other.start()
+            other.join(60)
+            assert not other.is_alive(), "the registry is locked while models are looked for"
+        return super().entries()
 
 
 def loaded(entry: ModelEntry, _: OnProgress) -> LoadedModel:
@@ -92,3 +111,42 @@ def test_a_model_that_is_ready_may_be_unloaded(
     swapped.result(60)
     assert (models.current().id, models.current().state) == ("fake-2", ModelState.READY)
     assert models.unload().result(60).previous == "fake-2"
+
+
+async def test_a_waiting_reply_that_cannot_start_for_a_defect_ends_with_an_error(
+    models: ModelRegistry, source: SlowModels, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def start() -> Reply:
+        raise RuntimeError("a defect")
+
+    models.swap("fake-2")
+    events: list[Event] = []
+    async for event in await ModelGate(models, max_waiting=8, timeout_s=60).reply("fake-2", start):
+        source.is_there.set()
+        events.append(event)
+    assert {type(event) for event in events[:-1]} == {ModelProgress}
+    assert isinstance(events[-1], Failed)
+    assert "a defect" in caplog.text
+
+
+async def test_models_are_looked_for_neither_on_the_event_loop_nor_within_the_lock(
+    device: DeviceThread,
+) -> None:
+    source = WatchedModels()
+    models = ModelRegistry(device, source, loaded, source.find("fake"), backend_name="fake")
+    models.start()
+    source.registry = models
+    source.threads.clear()
+    gate = ModelGate(models, max_waiting=8, timeout_s=60)
+    assert (await gate.model("fake")).id == "fake"
+    assert not source.threads
+    for name, words in (("fake-2", "not loaded"), ("none", "not served here")):
+        with pytest.raises(ModelNotFoundError, match=words):
+            await gate.model(name)
+    models.policy = SwapPolicy(swap_on_request=True, min_residence_s=0)
+    assert (await gate.model("fake-2")).id == "fake-2"
+    assert source.threads
+    assert threading.current_thread() not in source.threads
+    with pytest.raises(ConflictError):
+        models.load("fake")
+    models.request_stop()

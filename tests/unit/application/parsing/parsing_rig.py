@@ -5,7 +5,15 @@ from collections.abc import Sequence
 
 from semantic.application.parsing import ReplyParser
 from semantic.domain.chat import ToolSpec
-from semantic.domain.events import Event, Finished, TextDelta, ThinkingDelta, ToolCallDelta, Usage
+from semantic.domain.events import (
+    Event,
+    Failed,
+    Finished,
+    TextDelta,
+    ThinkingDelta,
+    ToolCallDelta,
+    Usage,
+)
 from semantic.domain.reply_format import Markers, ReplyFormat, ToolFormat
 from semantic.domain.sampling import FinishReason
 
@@ -87,6 +95,8 @@ def parse(
     cuts: Sequence[int] = (),
     *,
     is_thinking_open: bool = False,
+    must_call: bool = False,
+    end: Finished | Failed = END,
 ) -> list[Event]:
     """A reply's events, adjacent pieces joined; the text is fed in pieces that end at `cuts`."""
     ids = (str(number) for number in itertools.count())
@@ -94,6 +104,7 @@ def parse(
         reply_format,
         tools,
         is_thinking_open=is_thinking_open,
+        must_call=must_call,
         new_id=lambda: next(ids),
         sign=lambda: "signed",
     )
@@ -101,7 +112,7 @@ def parse(
     pieces = [text[start:end] for start, end in itertools.pairwise(bounds)]
     events: list[Event] = []
     fed: list[Event] = [TextDelta(piece) for piece in pieces if piece]
-    for event in [*fed, END]:
+    for event in [*fed, end]:
         for made in parser.push(event):
             _join(events, made)
     return events

@@ -23,7 +23,7 @@ from semantic.domain.events import (
     ToolCallStarted,
     Usage,
 )
-from semantic.domain.reply_format import ReplyFormat, ToolFormat
+from semantic.domain.reply_format import Harmony, ReplyFormat, ToolFormat
 from semantic.domain.sampling import FinishReason
 from tests.unit.application.parsing.parsing_rig import (
     END,
@@ -213,11 +213,94 @@ def test_only_the_first_call_counts_where_several_are_not_wanted(tools: ToolForm
     assert events[-1].reason is FinishReason.TOOL_USE
 
 
-def test_a_failure_ends_the_open_call_first() -> None:
+def test_a_failure_leaves_the_open_call_incomplete() -> None:
     parser = ReplyParser(ReplyFormat(), TOOLS)
     parser.push(TextDelta('<tool_call>{"name": "send", "arguments": {"a": "b'))
     failed = Failed(BackendError("gone"))
-    assert parser.push(failed) == [ToolCallDelta(0, '"}'), ToolCallEnded(0), failed]
+    assert parser.push(failed) == [failed]
+
+
+ZURICH = {"city": "Zürich", "days": 2}
+CUT: list[Finished | Failed] = [
+    *(Finished(reason, Usage(1)) for reason in FinishReason if reason is not FinishReason.END_TURN),
+    Failed(BackendError("gone")),
+]
+
+
+@pytest.mark.parametrize("must_call", [True, False])
+@pytest.mark.parametrize("tools", list(ToolFormat))
+def test_a_call_that_was_cut_off_is_never_complete_and_never_text(
+    tools: ToolFormat, must_call: bool
+) -> None:
+    text = TWO_CALLS[tools]
+    expected = [("get_weather", ZURICH), ("send", {})]
+    for size in range(len(text)):
+        end = CUT[size % len(CUT)]
+        events = parse(text[:size], ReplyFormat(tools), must_call=must_call, end=end)
+        assert events[-1] == end
+        ended = [event.index for event in events if isinstance(event, ToolCallEnded)]
+        parts = fold_message(events).parts
+        calls = [part for part in parts if isinstance(part, ToolUsePart)]
+        whole = [(call.name, call.arguments) for call in calls if not call.is_cut]
+        assert whole == expected[: len(ended)]
+        for call in calls[len(ended) :]:
+            name, arguments = expected[len(ended)]
+            written = json.dumps(arguments, ensure_ascii=False)
+            assert call.name == name
+            assert written.startswith(call.written)
+            assert call.written != written
+        assert len(calls) <= len(ended) + 1
+        said = text_of(events)
+        assert "Z" not in said
+        # Harmony's markers are special tokens, of which no reply holds a part.
+        is_marker = tools is ToolFormat.HARMONY and any(m.startswith(said) for m in Harmony)
+        assert not must_call or said == "" or is_marker
+
+
+@pytest.mark.parametrize(
+    "tools,text,written",
+    [
+        (ToolFormat.HERMES, '<tool_call>{"name": "send", "arguments": {"a": "x, y', '{"a": "x, y'),
+        (ToolFormat.HERMES, '<tool_call>{"name": "send", "arguments": {"a": 1, "b', '{"a": 1'),
+        (
+            ToolFormat.QWEN_XML,
+            "<tool_call><function=send><parameter=a>\n1\n</parameter><parameter=b>\n<p>2",
+            '{"a": 1',
+        ),
+        (ToolFormat.PYTHONIC, "[send(a=[1, 2], b='x, y", '{"a": [1, 2]'),
+        (ToolFormat.PYTHONIC, "[send(a=[1, 2", "{"),
+        (ToolFormat.GEMMA_CODE, "```tool_code\nprint(send(a=1, b=", '{"a": 1'),
+        (
+            ToolFormat.FUNCTION_GEMMA,
+            "<start_function_call>call:send{a:{b:1,c:2},d:<escape>x,y",
+            '{"a": {"b": 1, "c": 2}',
+        ),
+        (
+            ToolFormat.HARMONY,
+            '<|channel|>commentary to=functions.send<|message|>{"a": "b',
+            '{"a": "b',
+        ),
+    ],
+)
+def test_what_is_complete_of_a_call_that_was_cut_off(
+    tools: ToolFormat, text: str, written: str
+) -> None:
+    events = parse(text, ReplyFormat(tools), end=CUT[0])
+    assert fold_message(events).parts == (ToolUsePart.cut("0", "send", written),)
+
+
+@pytest.mark.parametrize(
+    "tools,text",
+    [
+        (ToolFormat.LLAMA_JSON, '{"name": "Ada", "age": 3'),
+        (ToolFormat.LLAMA_JSON, '{"na'),
+        (ToolFormat.PYTHONIC, "[1, 2"),
+        (ToolFormat.HERMES, "Write <tool_call> and then the call, as in this long example"),
+        (ToolFormat.GEMMA_CODE, "```tool_code\nimport os"),
+    ],
+)
+def test_an_answer_that_was_cut_off_stays_text(tools: ToolFormat, text: str) -> None:
+    assert text_of(parse(text, ReplyFormat(tools), end=CUT[0])) == text
 
 
 def test_events_that_are_no_text_pass_through() -> None:
@@ -401,7 +484,7 @@ def test_pieces_are_joined_in_their_order() -> None:
     )
 
 
-def test_arguments_that_were_cut_off_are_left_out() -> None:
+def test_a_call_that_did_not_end_is_marked() -> None:
     made = fold_message((ToolCallStarted(0, "c0", "read"), ToolCallDelta(0, '{"path": "a')))
 
-    assert made.parts == (ToolUsePart("c0", "read", {}),)
+    assert made.parts == (ToolUsePart("c0", "read", {"arguments": '{"path": "a'}, is_cut=True),)

@@ -49,6 +49,7 @@ def is_found(reply: Message, echo: Message, *, keeps_thinking: bool = False) -> 
 
 
 TEXT = TextPart("Hi.")
+CUT = ToolUsePart.cut("id", "f", '{"a": "b')
 THOUGHT = ThinkingPart("hmm", "sig")
 
 
@@ -57,6 +58,10 @@ THOUGHT = ThinkingPart("hmm", "sig")
     [
         (says(TEXT), says(TextPart("H"), TextPart("i."))),
         (says(call({"a": 1000.0, "b": "é"})), says(call({"b": "\u00e9", "a": 1000}))),
+        (says(CUT), says(CUT)),
+        (says(TEXT, CUT), says(TEXT, call({"arguments": '{"a": "b'}))),  # through OpenAI's fields
+        (says(TEXT, CUT), says(TEXT, call({}))),
+        (says(TEXT, CUT), says(TEXT)),
         (says(call({}, call_id="ours")), says(call({}, call_id="theirs"))),
         (says(TextPart("\n"), call({})), says(call({}))),
         (says(THOUGHT, TEXT), says(THOUGHT, TEXT)),

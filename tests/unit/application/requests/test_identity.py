@@ -1,14 +1,18 @@
 """Whose turn it is: named, hinted at, known by content, or nobody's yet."""
 
 import contextlib
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from semantic.application.requests.identity import BusyAgents, Identities, Identity
+from semantic.domain.agents import Turn, conversation_digest
 from semantic.domain.chat import AgentHint, Continuation
+from semantic.domain.events import Usage
 from semantic.ports.storage import LedgerPort
 from tests.unit.application.ledger_rig import GatedLedger, agents_of, exchange_of
 
@@ -246,6 +250,18 @@ def test_agents_that_could_not_be_learnt_are_learnt_later(gated: GatedLedger) ->
     assert town.who([*HEAD, 10, 11, 20]).agent_id == agent
 
 
+def test_a_ledger_that_cannot_be_read_is_not_asked_for_every_agent(
+    gated: GatedLedger, caplog: pytest.LogCaptureFixture
+) -> None:
+    town = Town(gated)
+    for index in range(40):
+        town.talk([*HEAD, 10, index], [11], AgentHint(agent_id=f"agent-{index}"))
+    town.identities = Identities(town.agents)
+    gated.is_broken = True
+    town.who([*HEAD, 10, 0, 11, 20])
+    assert len(caplog.records) == 16
+
+
 def test_agents_that_all_said_the_same_are_not_remembered_without_end(town: Town) -> None:
     for _ in range(300):
         town.talk([*HEAD, 10], [11], AgentHint(client_key="one"))
@@ -312,3 +328,60 @@ def test_when_an_agent_is_gone_its_fork_goes_on_or_somebody_new(
     identity = following(town, first)
     assert identity.agent_id.startswith("anon-")
     assert identity.fork is None
+
+
+class CountedHash:
+    """SHA-256 that counts how often it is fed."""
+
+    num_updates = 0
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def update(self, data: bytes) -> None:
+        CountedHash.num_updates += 1
+        self._hash.update(data)
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+
+def ended(tokens: Sequence[int], *, is_stored: bool = True) -> Turn:
+    """The turn with which a conversation of these tokens ended."""
+    digest, kept = conversation_digest(tokens), tuple(tokens) if is_stored else ()
+    name, num_tokens = f"turn-{digest[:8]}", len(tokens)
+    return Turn(name, None, "", (), kept, num_tokens, None, Usage(0), 0.0, digest=digest)
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_lookup_digests_no_more_for_more_conversations(is_stored: bool) -> None:
+    counts = {}
+    for number in (10, 1000):
+        town = Town()
+        town.identities = Identities(town.agents, cast("Any", CountedHash))
+        mine = town.talk([*HEAD, 4], [5, 9])
+        for length in range(number):
+            # All lengths up to that of the prompt, with the end that replies have.
+            tokens = [*HEAD, *[7] * length, 8, 9]
+            turn = ended(tokens, is_stored=is_stored)
+            town.identities.note("local", f"other-{length}", turn, tokens)
+        CountedHash.num_updates = 0
+        assert town.who([*HEAD, 4, 5, 9, *range(100, 1200)]).agent_id == mine
+        counts[number] = CountedHash.num_updates
+    assert counts[10] == counts[1000] == 1
+
+
+def test_conversations_whose_end_is_not_known_are_recognised_up_to_a_number(town: Town) -> None:
+    mine = town.talk([*HEAD, 4], [5, 9])
+    forgetful = Identities(town.agents)
+    town.identities = forgetful
+    forgetful.note("local", mine, ended([*HEAD, 4, 5, 9], is_stored=False))
+    assert town.who([*HEAD, 4, 5, 9, 6]).agent_id == mine
+
+
+def test_conversations_that_are_forgotten_leave_nothing_behind(town: Town) -> None:
+    for number in range(3):
+        forked = town.talk([*HEAD, 4], [5, 9 + number])
+        town.agents.delete("local", forked)
+        town.who([*HEAD, 4, 5, 9 + number, 6])
+    assert town.identities.num_known == 0

@@ -11,6 +11,7 @@ from semantic.domain.agents import Principal, Reuse
 from semantic.domain.errors import (
     AuthenticationError,
     BackendError,
+    GenerationTimeoutError,
     InvalidRequestError,
     RateLimitedError,
 )
@@ -114,7 +115,7 @@ def test_replies_count_when_they_have_ended_and_what_was_reused_does_not() -> No
     first.end(finished(900, 50), Reuse(hot=400, pool=100, disk=100))
     (left,) = rig.limits.allowances(A)
     assert (left.kind, left.limit, left.remaining) == ("tokens", 1000, 0)
-    second.end(Failed(BackendError("lost")), Reuse())
+    second.end(Failed(GenerationTimeoutError("too long")), Reuse())
     assert rig.refused(A) == pytest.approx(251 * 60 / 1000)
     first.end(finished(900, 50), Reuse())  # a second end counts nothing
     rig.now += 60
@@ -130,11 +131,27 @@ def test_a_refused_request_takes_nothing() -> None:
     assert (requests.remaining, tokens.remaining) == (4, 0)
 
 
+def test_a_request_that_is_refused_or_fails_gets_its_tokens_back() -> None:
+    rig = Rig(KeyRing((), {"t": TenantPolicy(agent_rate=Rate(tokens=500))}, Rate(tokens=1000)))
+    refused, failed = rig.ask(A, prompt=900), rig.ask(A, "other", prompt=900)
+    refused.refund()
+    assert rig.limits.allowances(A)[0].remaining == 100
+    failed.end(Failed(BackendError("lost")), Reuse(pool=100))
+    for ticket in (refused, failed):  # only once
+        ticket.refund()
+        ticket.end(Failed(BackendError("lost")), Reuse())
+    assert rig.limits.allowances(A)[0].remaining == 1000
+    rig.ask(A)  # the agent's tokens came back too
+    rig.ask(A, "other")
+
+
 def test_the_refusal_says_which_limit_it_was() -> None:
     rig = Rig(by_agent(Rate(requests=2)))
     rig.ask(A)
     rig.ask(A)
-    with pytest.raises(RateLimitedError, match="agent coder may have 2 requests a minute") as it:
+    with pytest.raises(
+        RateLimitedError, match="rate limit of 2 requests/minute exceeded for agent coder"
+    ) as it:
         rig.ask(A)
     assert it.value.allowance is not None
     assert it.value.allowance[:2] == ("requests", 2)

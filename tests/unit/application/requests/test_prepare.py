@@ -1,10 +1,11 @@
 import asyncio
 import threading
+from collections.abc import Callable
 
 import pytest
 
-from semantic.application.requests.prepare import PreparationThreads
-from semantic.domain.errors import GenerationTimeoutError, InvalidRequestError
+from semantic.application.requests.prepare import NUM_THREADS, PreparationThreads
+from semantic.domain.errors import GenerationTimeoutError, InvalidRequestError, OverloadedError
 
 pytestmark = pytest.mark.unit
 
@@ -40,4 +41,30 @@ async def test_a_caller_that_goes_away_leaves_no_place_taken() -> None:
     with pytest.raises(asyncio.CancelledError):
         await gone
     gate.set()
+    assert await threads.run(int, "7") == 7
+
+
+async def test_a_thread_that_cannot_be_started_leaves_no_place_taken() -> None:
+    refusals = [RuntimeError("can't start new thread")] * NUM_THREADS
+
+    def start(work: Callable[[], None]) -> None:
+        if refusals:
+            raise refusals.pop()
+        threading.Thread(target=work, daemon=True).start()
+
+    threads = PreparationThreads(5, start=start)
+    for _ in range(NUM_THREADS):
+        with pytest.raises(OverloadedError, match="cannot start a thread"):
+            await threads.run(int, "7")
+    assert await threads.run(int, "7") == 7
+
+
+async def test_work_that_exits_leaves_no_place_taken() -> None:
+    threads = PreparationThreads(5, num_threads=1)
+
+    def leave() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await threads.run(leave)
     assert await threads.run(int, "7") == 7

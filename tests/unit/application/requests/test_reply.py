@@ -5,7 +5,7 @@ import pytest
 
 from semantic.application.engine.request import EventBatch, ReplyState
 from semantic.application.parsing import ReplyParser
-from semantic.application.requests.reply import LiveReply, ReplyHub
+from semantic.application.requests.reply import FinishedReply, LiveReply, ReplyHub
 from semantic.domain.agents import Reuse
 from semantic.domain.errors import BackendError
 from semantic.domain.events import (
@@ -112,3 +112,74 @@ async def test_the_end_is_told_once_and_before_it_is_read(end: Finished | Failed
         assert ends == ([end, reuse] if event is not STARTED else [])
 
     assert ends == [end, reuse]
+
+
+class FaultyParser(ReplyParser):
+    """Raises at events of one kind."""
+
+    def __init__(self, kind: type[Event]) -> None:
+        super().__init__(ReplyFormat())
+        self._kind = kind
+
+    def push(self, event: Event) -> list[Event]:
+        if isinstance(event, self._kind):
+            raise TypeError("a defect in the parser")
+        return super().push(event)
+
+
+@pytest.mark.parametrize("kind", [TextDelta, Finished, Failed])
+async def test_a_fault_in_one_reply_ends_it_with_one_error_and_leaves_others_alone(
+    kind: type[Event], caplog: pytest.LogCaptureFixture
+) -> None:
+    hub, cancelled, ends = ReplyHub(), list[str](), list[object]()
+    faulty = LiveReply(STARTED, FaultyParser(kind), lambda: cancelled.append("a"))
+    faulty.on_end(lambda event, _: ends.append(event))
+    hub.open("a", faulty)
+    other = open_reply(hub, "b")
+    last = Failed(BackendError("broken")) if kind is Failed else FINISHED
+    state = ReplyState((1,), None, 0, Reuse())
+    hub.emit([("a", state), ("a", TextDelta("A")), ("b", TextDelta("B")), ("a", last)])
+    hub.emit([("a", FINISHED), ("b", FINISHED)])
+
+    assert await read(other) == [STARTED, TextDelta("B"), FINISHED]
+    events = [event for event in await read(faulty) if not isinstance(event, TextDelta)]
+    assert [type(event) for event in events] == [Started, Failed]
+    assert ends == events[1:]
+    assert cancelled or kind is not TextDelta  # an engine that goes on is stopped
+    assert hub.num_open == 0
+    assert "a defect in the parser" in caplog.text
+
+
+async def test_a_reply_whose_logging_is_cancelled_still_ends() -> None:
+    async def log(_: FinishedReply) -> bool:
+        raise asyncio.CancelledError
+
+    reply = LiveReply(STARTED, ReplyParser(ReplyFormat()), lambda: None, log=log)
+    reply.state = ReplyState((1,), None, 0, Reuse())
+    with pytest.raises(asyncio.CancelledError):
+        await reply.finish(FINISHED)
+    assert [type(event) for event in await read(reply)] == [Started, Failed]
+
+
+async def test_a_fault_in_an_end_hook_spares_the_other_hooks_and_the_reader(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fault(*_: object) -> None:
+        raise RuntimeError("a defect in a hook")
+
+    hub, ends = ReplyHub(), list[object]()
+    reply = open_reply(hub, "a")
+    reply.on_end(fault)
+    reply.on_end(lambda event, _: ends.append(event))
+    hub.emit([("a", FINISHED)])
+    assert await read(reply) == [STARTED, FINISHED]
+    assert ends == [FINISHED]
+    assert "a defect in a hook" in caplog.text
+
+
+async def test_a_reply_has_one_final_event() -> None:
+    reply = make_reply()
+    reply.push(FINISHED)
+    reply.push(TextDelta("late"))
+    reply.push(Failed(BackendError("late")))
+    assert await read(reply) == [STARTED, FINISHED]

@@ -18,9 +18,11 @@ from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.prompt.renderer import render
 from semantic.application.prompt.replay import ReplayKey, ReplayStore
 from semantic.application.requests.identity import BusyAgents, Identities
+from semantic.application.requests.limits import RateLimits
 from semantic.application.requests.prepare import NUM_THREADS, PastConversations, Preparation
 from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService
+from semantic.domain.access import KeyRing, Rate
 from semantic.domain.agents import Agent, Principal, Quota
 from semantic.domain.chat import (
     AgentHint,
@@ -47,7 +49,7 @@ from semantic.domain.errors import (
 from semantic.domain.events import Event, Failed, Finished, Started, TextDelta
 from semantic.domain.reply_format import Markers, ReplyFormat, ReplyShape, ToolFormat
 from semantic.domain.sampling import UNSET_SAMPLING, SamplingDefaults, SamplingParams, StopRules
-from semantic.ports.inbound import Reply
+from semantic.ports.inbound import EmbeddingRequest, Reply
 from semantic.ports.storage import LedgerChange
 from tests.unit.application.device_rig import gate_to, hold, ready_device
 from tests.unit.application.ledger_rig import agents_of
@@ -255,13 +257,20 @@ async def test_a_refused_submission_leaves_no_reply_behind(
     service: InferenceService, device: tuple[DeviceThread, ReplyHub], is_stopping: bool
 ) -> None:
     thread, hub = device
+    service.limits = RateLimits(lambda: KeyRing(rate=Rate(tokens=1000)), lambda: 0.0)
     thread.reconfigure(EngineLimits(max_batch_size=1, max_queue=0, batch_window_ms=0))
     endless = StopRules(max_tokens=100_000, ignore_eos=True)
     running = await service.start(replace(REQUEST, stop=endless), ME)
+    (before,) = service.limits.allowances(ME)
     if is_stopping:
         thread.request_stop()
-    with pytest.raises(DrainingError if is_stopping else OverloadedError):
+    refusal = DrainingError if is_stopping else OverloadedError
+    with pytest.raises(refusal):
         await service.start(REQUEST, ME)
+    with pytest.raises(refusal):
+        await service.embed(EmbeddingRequest("fake", ("hello",)), ME)
+    (after,) = service.limits.allowances(ME)
+    assert before.remaining == after.remaining < 1000
     running.cancel()
     assert isinstance((await read(running))[-1], Failed if is_stopping else Finished)
     assert hub.num_open == 0

@@ -1,4 +1,4 @@
-"""Endpoints that change what is served."""
+"""Operator endpoints: swap models, drain the server, change runtime settings."""
 
 import asyncio
 from concurrent.futures import Future
@@ -24,7 +24,11 @@ ModelName = Annotated[
 ]
 DrainS = Annotated[
     float | None,
-    Field(ge=0, description="how long running requests may continue; default: drain_timeout_s"),
+    Field(
+        ge=0,
+        le=1e9,  # about the longest wait that threads support
+        description="how long running requests may continue; default: drain_timeout_s",
+    ),
 ]
 Wait = Annotated[bool, Field(description="false answers 202 at once; events report the result")]
 
@@ -46,14 +50,14 @@ class Swap(_Body):
 
 
 class Load(_Body):
-    """Load a model where none is loaded; the one that was served last if none is named."""
+    """Load a model when none is loaded; by default the one that was served last."""
 
     model: str = Field(default="", description="as for a swap", examples=["fake"])
     wait: Wait = True
 
 
 class Unload(_Body):
-    """Drop the model."""
+    """Unload the model."""
 
     drain_timeout_s: DrainS = None
     wait: Wait = True
@@ -84,7 +88,7 @@ class ModelOut(BaseModel):
 
 
 class ModelsOut(BaseModel):
-    """The current model first."""
+    """All models, the current one first."""
 
     backend: str = Field(examples=["torch"])
     models: list[ModelOut]
@@ -102,7 +106,7 @@ class Drain(_Body):
 
 
 class DrainOut(BaseModel):
-    """`drained` once nothing waits or runs."""
+    """`drained` once no request waits or runs."""
 
     status: Literal["draining", "drained", "serving"] = Field(examples=["drained"])
     live_requests: int = Field(examples=[0])
@@ -112,7 +116,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class RuntimePatch(_Body):
-    """What to change; everything else stays. Bounds are those of the settings."""
+    """Settings to change; absent fields keep their value. Bounds are those of the settings."""
 
     model_config = ConfigDict(
         extra="forbid", json_schema_extra={"examples": [{"batch_window_ms": 5}, {}]}
@@ -137,7 +141,7 @@ class RuntimePatch(_Body):
 
 
 class AdminApi:
-    """Endpoints for the one who runs the server."""
+    """Endpoints for the server's operator."""
 
     def __init__(self, models: ModelRegistry, device: DeviceThread, runtime: Runtime) -> None:
         self._models = models
@@ -145,7 +149,7 @@ class AdminApi:
         self._runtime = runtime
 
     def router(self) -> APIRouter:
-        """Say which method answers where."""
+        """Build the router of all endpoints."""
         router = APIRouter(prefix="/admin", tags=["admin"], responses=refusals(400, 404, 409, 503))
         add = router.add_api_route
         add("/models", self.models, methods=["GET"])
@@ -159,16 +163,16 @@ class AdminApi:
         return router
 
     async def runtime(self) -> RuntimeSettings:
-        """The settings that may change while the server runs, as they are now."""
+        """Return the settings that can change while the server runs."""
         return self._runtime.read()
 
     async def change_runtime(self, body: RuntimePatch) -> RuntimeSettings:
-        """Change some of them until the server stops; answers with all of them."""
+        """Change some settings until the server stops; returns all of them."""
         changes = body.model_dump(exclude_unset=True)
         return await asyncio.to_thread(self._runtime.change, changes)
 
     async def models(self) -> ModelsOut:
-        """The loaded model, the one that is being loaded, and those on this machine."""
+        """List the loaded model, the one that is being loaded, and those on this machine."""
         found = await asyncio.to_thread(self._models.models)
         models = [ModelOut.model_validate(one) for one in found]
         return ModelsOut(backend=found[0].backend, models=models)
@@ -176,8 +180,8 @@ class AdminApi:
     async def swap(self, body: Swap, response: Response) -> SwapOut:
         """Serve another model; running requests may finish first, new ones wait for it.
 
-        One that is not on this machine is fetched first. If it cannot be loaded, the one before it
-        is served again, and the answer says why.
+        A model that is not on this machine is downloaded first. If it cannot be loaded, the server
+        returns to the previous model, and the response says why.
         """
         done = await asyncio.to_thread(self._models.swap, body.model, body.drain_timeout_s)
         return await _answer(done, response, is_awaited=body.wait)
@@ -189,7 +193,7 @@ class AdminApi:
         return await _answer(done, response, is_awaited=body.wait)
 
     async def unload(self, response: Response, body: Unload | None = None) -> SwapOut:
-        """Drop the model and free its memory; the next request for it loads it again."""
+        """Unload the model and free its memory; the next request for it loads it again."""
         body = body or Unload()
         done = await asyncio.to_thread(self._models.unload, body.drain_timeout_s)
         return await _answer(done, response, is_awaited=body.wait)
@@ -211,7 +215,7 @@ class AdminApi:
 
 
 async def wait_until_drained(device: DeviceThread, timeout_s: float) -> None:
-    """Wait until nothing waits or runs any more, though not for ever."""
+    """Wait until no request waits or runs, for at most `timeout_s` seconds."""
     for _ in range(int(timeout_s / _POLL_S)):
         if not device.num_live:
             return
@@ -222,7 +226,7 @@ async def _answer(done: Future[SwapReport], response: Response, *, is_awaited: b
     if not is_awaited and not done.done():
         response.status_code = 202
         return SwapOut(status="accepted")
-    # Whoever leaves does not end the swap.
+    # A client that disconnects does not cancel the swap.
     report = await asyncio.shield(asyncio.wrap_future(done))
     return SwapOut(
         status="done",

@@ -1,4 +1,4 @@
-"""The cache: its figures, what is done to it by hand, and a feed of what happens."""
+"""Cache endpoints: statistics, manual operations, and a stream of events."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -57,7 +57,7 @@ _EVENTS = _stream("events until you leave", 'data: {"type":"cache","sealed":3}\n
 
 
 class CacheApi:
-    """Endpoints that look after the KV cache. They may read a disk: FastAPI's threads."""
+    """Endpoints for the KV cache. They may read a disk, so FastAPI runs them on its threads."""
 
     def __init__(
         self, cache: CacheService, feed: EventFeed, principal: Callable[[], Principal]
@@ -67,7 +67,7 @@ class CacheApi:
         self._principal = principal
 
     def router(self) -> APIRouter:
-        """Say which method answers where."""
+        """Build the router of all endpoints."""
         router = APIRouter(prefix="/v1", tags=["cache"])
         add, one = router.add_api_route, "/agents/{agent_id}"
         add(f"{one}/prefetch", self.prefetch, methods=["POST"], responses=refusals(400, 404, 503))
@@ -100,22 +100,22 @@ class CacheApi:
         return router
 
     def prefetch(self, agent_id: AgentPath) -> PrefetchOut:
-        """Begin to read an agent's KV cache from disk, so that its next turn starts at once."""
+        """Start reading an agent's KV cache from disk, so that its next turn starts at once."""
         num_parts = self._cache.prefetch(self._principal(), agent_id)
         return PrefetchOut(agent_id=agent_id, parts=num_parts)
 
     def evict(self, agent_id: AgentPath, body: Evict | None = None) -> EvictOut:
-        """Drop an agent's KV cache from memory, or everywhere; what others share stays."""
+        """Evict an agent's KV cache from memory, or from disk too; shared blocks stay."""
         is_cold = body is not None and body.to == "cold"
         state = self._cache.evict(self._principal(), agent_id, is_cold=is_cold)
         return EvictOut(agent_id=agent_id, state=StateOut.of(state))
 
     def overview(self) -> CacheOut:
-        """Tiers, bytes, hit rates, sharing, queues and budgets."""
+        """Return tiers, bytes, hit rates, sharing, queues and budgets."""
         return CacheOut.about(self._cache.overview())
 
     def running(self) -> RunningList:
-        """The waiting and running requests, and how far each has got."""
+        """List the waiting and running requests, with the progress of each."""
         turns = self._cache.running(self._principal())
         return RunningList(data=[RunningOut.of(turn) for turn in turns])
 
@@ -125,7 +125,7 @@ class CacheApi:
         after: Annotated[str, Query(pattern="^[0-9a-f]{0,64}$", description="a `next`")] = "",
         limit: Annotated[int, Query(ge=1, le=20_000)] = 10_000,
     ) -> Response:
-        """All blocks, a page at a time; with `since` only what is new, changed or gone."""
+        """List all blocks, a page at a time; with `since`, only new, changed and removed ones."""
         if since is None:
             page = self._cache.blocks(after, limit)
         else:
@@ -133,21 +133,21 @@ class CacheApi:
         return Response(BlocksOut.about(page).model_dump_json(), media_type="application/json")
 
     def collect(self, body: Collect | None = None) -> CollectOut:
-        """Delete orphans: what no agent reaches."""
+        """Delete orphans: data that no agent references."""
         age_s = body.orphan_age_s if body else None
         return CollectOut(freed_bytes=self._cache.collect(age_s))
 
     def verify(self) -> StreamingResponse:
-        """Check every file on disk; bad ones are quarantined. Progress comes as events."""
+        """Check every file on disk and quarantine corrupt ones; streams its progress as events."""
         checking = self._cache.verify()
-        # Refusals come before the stream begins.
+        # The first step raises errors before the stream begins.
         first = next(checking, CheckProgress(0, 0, 0))
         return streaming.EventStream(_progress(first, checking))
 
     async def events(self) -> StreamingResponse:
-        """A live stream of what happens to agents, blocks and models.
+        """Stream events about agents, blocks and models as they happen.
 
-        A reader that is too slow misses events and is told how many: `{"type": "missed"}`.
+        A client that reads too slowly misses events; a `{"type": "missed"}` event counts them.
         """
         principal = self._principal()
         sample = self._cache.sample if principal.is_admin else _no_sample
@@ -155,7 +155,7 @@ class CacheApi:
 
 
 def _no_sample() -> Sample:
-    """What is seen of all tenants' blocks together by one of them: nothing."""
+    """Return zero counts: a tenant may not see the totals of all tenants."""
     return CacheCounts().totals, "none"
 
 

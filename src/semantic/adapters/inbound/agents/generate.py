@@ -1,4 +1,4 @@
-"""Replies of agents, whole or as a stream of events, with the turn that each became."""
+"""Writes agents' replies, whole or as a stream of events, with the turn logged for each."""
 
 import asyncio
 from collections.abc import Callable
@@ -39,8 +39,8 @@ class ReplyWriter:
     """One reply, whole or as a stream.
 
     Args:
-        agent_id: Whose it is.
-        find_turn: Finds the turn it became; it may block.
+        agent_id: The agent that replies.
+        find_turn: Finds the turn logged for the reply by its id; it may block.
     """
 
     def __init__(self, agent_id: str, find_turn: Callable[[str], Turn | None]) -> None:
@@ -50,10 +50,10 @@ class ReplyWriter:
         self._started: Started | None = None
 
     async def collect(self, replies: ReplySet) -> Json:
-        """Wait for its end.
+        """Wait for the complete reply.
 
         Raises:
-            SemanticError: it failed.
+            SemanticError: the reply failed.
         """
         async for _, event in replies.events():
             if isinstance(event, Failed):
@@ -63,13 +63,13 @@ class ReplyWriter:
         raise AssertionError("a reply ended without a final event")
 
     async def write(self, _: int, event: Event) -> str:
-        """Make a frame of the next event; empty for none."""
+        """Format the next event as a frame; empty if it has none."""
         ended = await self._add(event)
         frame = _frame(event) if ended is None else {"type": "finished", **ended}
         return "" if frame is None else data(frame)
 
     async def _add(self, event: Event) -> Json | None:
-        """Take the next event; returns the reply once it is complete."""
+        """Add the next event; return the reply once it is complete."""
         self._said.add(event)
         if isinstance(event, Started):
             self._started = event
@@ -78,7 +78,7 @@ class ReplyWriter:
         return None
 
     async def _ended(self, started: Started, finished: Finished) -> Json:
-        """Show a reply that is complete, with the turn it became."""
+        """Format a complete reply with its logged turn, which may be missing after a cancel."""
         turn = await asyncio.to_thread(self._find_turn, turn_id(started.request_id))
         message = turn.messages[-1] if turn and turn.messages else self._said.message()
         if turn is None and not message.parts:
@@ -99,7 +99,7 @@ class ReplyWriter:
 
 
 def _frame(event: Event) -> Json | None:
-    """Show an event of a stream; None if there is nothing to show."""
+    """Format an event of a stream; None if the stream does not show it."""
     match event:
         case Started():
             usage = UsageOut.json_of(event.usage)

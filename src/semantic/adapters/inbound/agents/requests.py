@@ -1,6 +1,6 @@
-"""What clients send to the agent API, and its translation to ours.
+"""Request bodies of the agent API, and their translation to the domain.
 
-Unknown fields are refused: a misspelled setting that is passed over is worse than an error.
+Unknown fields are refused: silently ignoring a misspelled setting is worse than an error.
 """
 
 from dataclasses import replace
@@ -52,7 +52,7 @@ from semantic.domain.chat import (
     json_fault,
 )
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.sampling import MAX_STOP_STRINGS, StopRules
+from semantic.domain.sampling import MAX_REPLY_TOKENS, MAX_STOP_STRINGS, StopRules
 from semantic.ports.inbound import AgentQuery, NewTurn
 
 MAX_FORKS = 256
@@ -60,7 +60,7 @@ _T = TypeVar("_T", str, dict[str, Any])
 
 
 def _require_plain(value: _T) -> _T:
-    """Python's parser takes numbers that JSON has not, and text that UTF-8 has not."""
+    """Refuse numbers and text that Python's parser accepts but JSON and UTF-8 cannot express."""
     if fault := json_fault(value):
         raise ValueError(fault)
     return value
@@ -70,7 +70,7 @@ def _require_id(value: str, *, is_new: bool = False) -> str:
     try:
         check_agent_id(value, "id", is_new=is_new)
     except InvalidRequestError as error:
-        raise ValueError(error.message) from error  # pydantic knows which field it is
+        raise ValueError(error.message) from error  # pydantic adds the field's name
     return value
 
 
@@ -120,19 +120,19 @@ class Tool(_Schema):
     strict: bool = False
 
     def to_domain(self) -> ToolSpec:
-        """The tool as the core offers it to a model."""
+        """Translate to a tool of the domain."""
         return ToolSpec(self.name, self.description, self.parameters, is_strict=self.strict)
 
 
 class AgentQuota(_Schema):
-    """What an agent may keep; null is unlimited."""
+    """Limits on what an agent may store; null means unlimited."""
 
     max_bytes: _Count | None = Field(default=None, description="of its KV cache")
     max_turns: _Count | None = None
 
 
 class AgentSettings(_Schema):
-    """What can be set when an agent is made, and changed later; absent fields keep their value."""
+    """An agent's settings, on creation and later; absent fields keep their value."""
 
     system: Text | None = Field(None, description="system prompt; null leaves the conversation's")
     tools: list[Tool] = Field([], max_length=MAX_TOOLS)
@@ -148,7 +148,7 @@ class AgentSettings(_Schema):
     labels: dict[_Label, _Label] = Field({}, max_length=MAX_LABELS)
 
     def apply(self, agent: Agent) -> Agent:
-        """The agent with the fields that were given."""
+        """Return the agent with the given fields changed."""
         names_set = self.model_fields_set
         profile, changes = dict[str, Any](), dict[str, Any]()
         for name in names_set & {"system", "model"}:
@@ -199,7 +199,7 @@ class _NewPart(_Schema):
 
 
 class NewMessage(_Schema):
-    """One message that is new; a tool's result names its call, an assistant's is continued."""
+    """A new message. A tool result names its call; the reply continues an assistant message."""
 
     role: Literal["user", "tool", "system", "assistant"] = "user"
     content: Text | list[_NewPart]
@@ -213,7 +213,7 @@ class NewMessage(_Schema):
         return self
 
     def to_domain(self) -> Message:
-        """The message with its text, or the tool result it brings, as parts."""
+        """Translate to a message whose parts are its texts or its tool result."""
         contents = (
             [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
         )
@@ -263,7 +263,7 @@ class _ReplyForm(_Schema):
 
 
 class Generate(_Schema):
-    """The body of `POST /v1/agents/{id}/generate`: only what is new."""
+    """The body of `POST /v1/agents/{id}/generate`: only the new messages."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -279,7 +279,7 @@ class Generate(_Schema):
         None, min_length=1, max_length=MAX_ENTRIES, description="or several messages instead"
     )
     stream: bool = False
-    max_tokens: Annotated[int, Field(ge=NO_LIMIT, le=2**31)] | None = Field(
+    max_tokens: Annotated[int, Field(ge=NO_LIMIT, le=MAX_REPLY_TOKENS)] | None = Field(
         None, description="-1 or absent: as long as the server permits"
     )
     temperature: float | None = Field(None, ge=0, le=100)
@@ -304,14 +304,14 @@ class Generate(_Schema):
         return self
 
     def client_param(self, param: str | None) -> str | None:
-        """Return our name of a field as this client spelled it."""
+        """Translate our name of a field to the one that the client used."""
         return "message" if param == "messages" and self.message is not None else param
 
     def to_domain(self) -> NewTurn:
-        """Translate.
+        """Translate to a turn.
 
         Raises:
-            InvalidRequestError: a value cannot be honoured.
+            InvalidRequestError: the server cannot honour a value.
         """
         messages = [NewMessage(content=self.message)] if self.message is not None else self.messages
         return NewTurn(
@@ -326,7 +326,7 @@ class Generate(_Schema):
 
 
 class ListAgents(BaseModel):
-    """What `GET /v1/agents` can be asked for."""
+    """Query parameters of `GET /v1/agents`."""
 
     limit: int = Field(20, ge=1, le=100)
     after: str | None = Field(None, description="`next` of the page before")
@@ -340,10 +340,10 @@ class ListAgents(BaseModel):
     )
 
     def to_domain(self) -> AgentQuery:
-        """Translate.
+        """Translate to a query.
 
         Raises:
-            InvalidRequestError: a label is none.
+            InvalidRequestError: a label is not written key:value.
         """
         return AgentQuery(
             sort="num_turns" if self.sort == "turns" else self.sort,
@@ -409,5 +409,5 @@ class Collect(_Schema):
 
 
 def new_agent(body: CreateAgent, tenant: str, agent_id: str, now: float) -> Agent:
-    """Make an agent of a client's settings."""
+    """Create an agent from a client's settings."""
     return body.apply(Agent(agent_id, now, tenant, last_used=now, profile=AgentProfile()))

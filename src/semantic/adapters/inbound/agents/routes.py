@@ -1,4 +1,7 @@
-"""The agent API: agents as things one can hold, thin over the services of `application/agents`."""
+"""The agent API: create, fork, rewind and delete agents, and generate replies.
+
+It is thin over the services of `application/agents`.
+"""
 
 import asyncio
 import functools
@@ -44,7 +47,7 @@ from semantic.adapters.inbound.wire import client_params
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
 from semantic.domain.agents import Principal, Turn
-from semantic.domain.errors import AgentNotFoundError
+from semantic.domain.errors import AgentNotFoundError, OverloadedError
 from semantic.ports.inbound import AgentPage
 
 _MAX_ID = 128
@@ -52,11 +55,15 @@ MEDIA_TYPE = "application/x-tar"
 IMPORT_PATH = "/v1/agents/import"
 _PIECE = 2**20
 _IN_MEMORY = 2**23
+_RETRY_S = 60.0  # delay before a retry when the disk was full
 _FILE: dict[str, Any] = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
 
 class AgentApi:
-    """Endpoints under `/v1/agents`. Those that may read a disk run on FastAPI's threads."""
+    """Endpoints under `/v1/agents`.
+
+    Those that may read a disk are not coroutines, so that FastAPI runs them on its threads.
+    """
 
     def __init__(
         self, agents: AgentService, transfer: AgentTransfer, principal: Callable[[], Principal]
@@ -66,39 +73,40 @@ class AgentApi:
         self._principal = principal
 
     def router(self) -> APIRouter:
-        """Say which method answers where."""
+        """Build the router of all endpoints."""
         router = APIRouter(prefix="/v1/agents", tags=["agents"])
         add, one = router.add_api_route, "/{agent_id}"
         made: dict[int | str, dict[str, Any]] = {
             200: {"model": AgentOut, "description": "it was there already, with these settings"}
         }
-        # Before the paths that name an agent: `import` could be one.
+        # Added before the paths with an agent's id, which would match `import` too.
         add(
             IMPORT_PATH.removeprefix(router.prefix),
             self.import_file,
             methods=["POST"],
             status_code=201,
-            responses=refusals(400, 409, 413, 503),
+            responses=refusals(400, 409, 413, 429, 503),
             openapi_extra={"requestBody": {"required": True, "content": _FILE}},
         )
-        add("", self.create, methods=["POST"], status_code=201, responses=made | refusals(400, 409))
+        create = made | refusals(400, 409, 429, 503)
+        add("", self.create, methods=["POST"], status_code=201, responses=create)
         add("", self.page, methods=["GET"], responses=refusals(400))
         add(one, self.get, methods=["GET"], responses=refusals(400, 404))
-        add(one, self.patch, methods=["PATCH"], responses=refusals(400, 404))
+        add(one, self.patch, methods=["PATCH"], responses=refusals(400, 404, 429, 503))
         add(
             one,
             self.delete,
             methods=["DELETE"],
             status_code=204,
             response_class=Response,
-            responses=refusals(400, 404),
+            responses=refusals(400, 404, 503),
         )
         add(
             f"{one}/fork",
             self.fork,
             methods=["POST"],
             status_code=201,
-            responses=refusals(400, 404, 409),
+            responses=refusals(400, 404, 409, 429, 503),
         )
         add(
             f"{one}/generate",
@@ -118,7 +126,7 @@ class AgentApi:
                 **refusals(400, 404, 503),
             },
         )
-        add(f"{one}/rewind", self.rewind, methods=["POST"], responses=refusals(400, 404))
+        add(f"{one}/rewind", self.rewind, methods=["POST"], responses=refusals(400, 404, 503))
         add(f"{one}/turns", self.turns, methods=["GET"], responses=refusals(400, 404))
         add(f"{one}/explain", self.explain, methods=["GET"], responses=refusals(400, 404))
         return router
@@ -137,15 +145,15 @@ class AgentApi:
         return AgentList.of(self._agents.page(self._principal(), query.to_domain()))
 
     def get(self, agent_id: AgentPath) -> AgentOut:
-        """One agent, and where its KV cache is."""
+        """Return an agent, and where its KV cache is."""
         return AgentOut.of(self._agents.get(self._principal(), agent_id))
 
     def patch(self, agent_id: AgentPath, body: PatchAgent) -> AgentOut:
-        """Change settings; absent fields stay. A new system prompt applies from now on."""
+        """Change settings; absent fields stay. A new system prompt applies from the next turn."""
         return AgentOut.of(self._agents.update(self._principal(), agent_id, body.apply))
 
     def delete(self, agent_id: AgentPath) -> None:
-        """Delete an agent; a turn that is running is cancelled. Forks keep the past they share."""
+        """Delete an agent and cancel its running turn. Forks keep the turns they share."""
         self._agents.delete(self._principal(), agent_id)
 
     def fork(self, agent_id: AgentPath, body: Fork) -> AgentList:
@@ -156,7 +164,7 @@ class AgentApi:
         return AgentList.of(AgentPage(views, len(views), None))
 
     def rewind(self, agent_id: AgentPath, body: Rewind) -> AgentOut:
-        """Go back to an earlier turn, or undo that; a turn that is running is cancelled."""
+        """Go back to an earlier turn, or undo that; cancels a running turn."""
         return AgentOut.of(self._agents.rewind(self._principal(), agent_id, body.turn_id))
 
     def turns(
@@ -165,7 +173,7 @@ class AgentApi:
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         before: Annotated[Text | None, Query(description="`next` of the page before")] = None,
     ) -> TurnList:
-        """An agent's log, the latest turn first."""
+        """List an agent's turns, latest first."""
         turns = self._agents.turns(self._principal(), agent_id, before, limit)
         has_more = bool(turns) and turns[-1].parent is not None
         next_page = turns[-1].id if has_more else None
@@ -176,7 +184,7 @@ class AgentApi:
         agent_id: AgentPath,
         turn_id: Annotated[Text | None, Query(description="absent: the latest")] = None,
     ) -> ExplanationOut:
-        """What a turn reused, where its prompt diverged, and what the next one starts from."""
+        """Explain what a turn reused, where its prompt diverged, and what the next turn reuses."""
         explanation = self._agents.explain(self._principal(), agent_id, turn_id)
         return ExplanationOut.about(agent_id, explanation)
 
@@ -185,7 +193,7 @@ class AgentApi:
     async def generate(self, agent_id: AgentPath, body: Generate, http: Request) -> Response:
         """Answer new messages in the agent's conversation, whole or as a stream.
 
-        Turns of one agent run in the order they were asked for.
+        Turns of one agent run in the order in which they were requested.
         """
         starting = self._agents.generate(self._principal(), agent_id, body.to_domain())
         with client_params(body.client_param):
@@ -208,7 +216,7 @@ class AgentApi:
     # -- files ----------------------------------------------------------------------------------
 
     def export(self, agent_id: AgentPath) -> StreamingResponse:
-        """A tar archive of settings, turns and the KV cache, with checksums and a signature."""
+        """Export settings, turns and the KV cache as a tar archive with checksums and signature."""
         pieces = self._transfer.export(self._principal(), agent_id)
         headers = {"content-disposition": f'attachment; filename="{agent_id}.tar"'}
         return StreamingResponse(pieces, media_type=MEDIA_TYPE, headers=headers)
@@ -219,15 +227,18 @@ class AgentApi:
         id: Annotated[AgentId | None, Query(description="the agent's new name")] = None,  # noqa: A002
         messages_only: Annotated[bool, Query(description="leave the KV cache out")] = False,
     ) -> ImportedOut:
-        """Import an agent from an exported file, which is checked before anything is changed.
+        """Import an agent from an exported file, which is checked before anything changes.
 
-        Another model's KV cache is refused; its messages can still be imported. If the file is
-        signed neither by this server nor by a trusted one, its KV cache is left out, and computed
-        with the next turn; `import_state` says which it was.
+        The KV cache of another model is refused; its messages can still be imported. If neither
+        this server nor a trusted one signed the file, its KV cache is left out and the next turn
+        recomputes it; `import_state` says which is the case.
         """
-        with tempfile.SpooledTemporaryFile(_IN_MEMORY) as file:
+        with (
+            self._transfer.admit_import(self._principal()),
+            tempfile.SpooledTemporaryFile(_IN_MEMORY) as file,
+        ):
             async for piece in http.stream():
-                await asyncio.to_thread(file.write, piece)
+                await asyncio.to_thread(_store, file, piece)
             imported = await asyncio.to_thread(
                 lambda: self._transfer.import_agent(
                     self._principal(), lambda: _pieces(file), id, is_messages_only=messages_only
@@ -244,6 +255,16 @@ class AgentApi:
 def _drawn_id(agent_id: str) -> str:
     suffix = f"-{secrets.token_hex(4)}"
     return f"{agent_id[: _MAX_ID - len(suffix)]}{suffix}"
+
+
+def _store(file: "tempfile.SpooledTemporaryFile[bytes]", piece: bytes) -> None:
+    try:
+        file.write(piece)
+    except OSError as error:
+        raise OverloadedError(
+            f"the file cannot be stored in {tempfile.gettempdir()}: {error.strerror}.",
+            retry_after_s=_RETRY_S,
+        ) from error
 
 
 def _pieces(file: "BinaryIO | tempfile.SpooledTemporaryFile[bytes]") -> Iterator[bytes]:

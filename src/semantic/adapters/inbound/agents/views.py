@@ -1,7 +1,7 @@
-"""What the agent API answers: models that describe themselves to clients.
+"""Response bodies of the agent API, with examples for the OpenAPI document.
 
-A view reads its fields off the domain's value: from the attribute of the same name, or the one that
-`validation_alias` names.
+A view reads each field from the attribute of a domain object that has the same name, or the one
+that `validation_alias` names.
 """
 
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
@@ -46,7 +46,7 @@ def _show_example(schema: Json, view: "type[View]") -> None:
 
 
 class View(BaseModel):
-    """What all answers have in common: they show what they look like, from their fields."""
+    """Base of all response bodies; builds their examples from those of the fields."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -57,17 +57,17 @@ class View(BaseModel):
 
     @classmethod
     def of(cls, value: object) -> Self:
-        """Show a value of the domain."""
+        """Build the view of a domain object."""
         return cls.model_validate(value)
 
     @classmethod
     def json_of(cls, value: object) -> Json:
-        """Show a value of the domain, as an event of a stream has it."""
+        """Build the view of a domain object as JSON, for an event of a stream."""
         return cls.of(value).model_dump(mode="json")
 
     @classmethod
     def example(cls) -> Json:
-        """One such answer."""
+        """Return an example of this body."""
         return {name: _sample(entry) for name, entry in cls.model_fields.items()}
 
 
@@ -98,6 +98,10 @@ class StateOut(View):
     disk_tokens: int = Field(examples=[731])
     memory_bytes: int = Field(examples=[33685504])
     disk_bytes: int = Field(examples=[33690112])
+    reusable_tokens: int = Field(description="what the next turn need not compute", examples=[731])
+    note: str = Field(
+        description="why the next turn cannot use what was kept; empty if it can", examples=[""]
+    )
     block: Annotated[str | None, BeforeValidator(_short)] = Field(
         description="its last block", examples=["9f2c44a01b7e"]
     )
@@ -130,7 +134,7 @@ def _settings(agent: Agent | Json) -> Json:
 
 
 class AgentOut(View):
-    """An agent: its settings, its place in its log, and where its KV cache is."""
+    """An agent: its settings, its latest turn, and where its KV cache is."""
 
     object: Literal["agent"] = "agent"
     id: str = Field(validation_alias=AliasPath("agent", "id"), examples=["coder"])
@@ -154,7 +158,7 @@ class AgentOut(View):
 
 
 class ImportedOut(AgentOut):
-    """An agent that came in as a file, and what became of its KV cache."""
+    """An imported agent, and whether its KV cache was imported or is recomputed."""
 
     import_state: Literal["imported", "recomputed"] = Field(examples=["imported"])
     import_reason: str = Field(examples=["signed by this server"])
@@ -195,6 +199,9 @@ def _part(part: Part | ToolReferencePart) -> Json:
             return {"type": "text", "text": text}
         case ThinkingPart():
             return {"type": "thinking", "thinking": part.text, "signature": part.signature}
+        case ToolUsePart(call_id, name, is_cut=True):
+            named = {"type": "incomplete_tool_use", "id": call_id, "name": name}
+            return {**named, "partial_input": part.written}
         case ToolUsePart(call_id, name, arguments):
             return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
         case ToolResultPart(call_id, content, is_error):
@@ -217,7 +224,7 @@ class MessageOut(View):
 
 
 class TurnOut(View):
-    """One turn: what was said, and what it cost."""
+    """One turn: its messages, and the tokens it used and reused."""
 
     object: Literal["turn"] = "turn"
     id: str = Field(examples=[_TURN])
@@ -240,7 +247,7 @@ class TurnOut(View):
 
 
 class TurnList(View):
-    """Turns, the latest first; `next` asks for those before."""
+    """Turns, latest first; `next` is the cursor of the page with earlier ones."""
 
     object: Literal["list"] = "list"
     data: list[TurnOut]
@@ -248,7 +255,7 @@ class TurnList(View):
 
 
 class ReplyOut(View):
-    """A reply; `turn_id` is null where nothing was logged, such as after a cancel."""
+    """A reply; `turn_id` is null if no turn was logged, such as after a cancel."""
 
     object: Literal["agent.reply"] = "agent.reply"
     agent_id: str = Field(examples=["coder"])
@@ -279,7 +286,7 @@ class DivergenceOut(View):
 
 
 class ExplanationOut(View):
-    """What a turn cost and why, and what the next one starts from."""
+    """What a turn reused and why, and what the next turn starts from."""
 
     object: Literal["agent.explanation"] = "agent.explanation"
     agent_id: str = Field(examples=["coder"])
@@ -288,11 +295,15 @@ class ExplanationOut(View):
     reuse: ReuseOut
     diverged: DivergenceOut | None
     next: StateOut
+    note: str = Field(
+        description="why the turn could not use the KV cache of the one before; empty if it could",
+        examples=[""],
+    )
     summary: str = Field(examples=["Of the latest prompt's 724 tokens, 701 were reused."])
 
     @classmethod
     def about(cls, agent_id: str, explanation: Explanation) -> Self:
-        """Show an explanation."""
+        """Build the view of an explanation."""
         turn, divergence = explanation.turn, explanation.divergence
         return cls(
             agent_id=agent_id,
@@ -301,6 +312,7 @@ class ExplanationOut(View):
             reuse=ReuseOut.of(turn.reuse if turn else Reuse()),
             diverged=DivergenceOut.of(divergence) if divergence else None,
             next=StateOut.of(explanation.state),
+            note=explanation.note,
             summary=_summary(explanation),
         )
 
@@ -318,7 +330,9 @@ def _summary(explanation: Explanation) -> str:
         text += f" It diverged from the stored conversation at token {divergence.index:,}."
     if turn.num_dropped:
         text += f" {turn.num_dropped} of the oldest messages were dropped to make room."
-    return f"{text} The next turn starts {explanation.state.tier.value}."
+    state = explanation.state
+    start = f"The next turn starts {state.tier.value} and reuses {state.reusable_tokens:,} tokens."
+    return " ".join(filter(None, (text, explanation.note, start, state.note)))
 
 
 # -- the cache -----------------------------------------------------------------------------------
@@ -335,7 +349,7 @@ class MemoryOut(View):
 
 
 class DiskOut(View):
-    """The disk, in bytes; `other` is what the ledger and its backup take of the budget."""
+    """Disk usage in bytes; `other` is the part of the budget that the ledger and its backup use."""
 
     budget: int = Field(validation_alias="disk_budget", examples=[20 * 2**30])
     used: int = Field(validation_alias="disk_used", examples=[67380224])
@@ -347,14 +361,14 @@ class DiskOut(View):
 
 
 class DeviceOut(View):
-    """A device's own memory, in bytes: weights, sequences and whatever else is on it."""
+    """A device's own memory in bytes, used by weights, sequences and anything else on it."""
 
     used: int = Field(examples=[18253611008])
     budget: int = Field(validation_alias="total", examples=[150754820096])
 
 
 class CountersOut(View):
-    """What happened to blocks since the start."""
+    """Numbers of block operations since the server started."""
 
     sealed: int = Field(examples=[120])
     evicted: int = Field(examples=[3])
@@ -364,7 +378,7 @@ class CountersOut(View):
 
 
 class CacheOut(View):
-    """The state of the cache; rates and ratios are null while there is nothing to divide by."""
+    """The state of the cache; rates and ratios are null while their denominator is 0."""
 
     object: Literal["cache"] = "cache"
     memory: MemoryOut
@@ -384,7 +398,7 @@ class CacheOut(View):
 
     @classmethod
     def about(cls, cache: CacheOverview) -> Self:
-        """Show the figures."""
+        """Build the view of the cache's statistics."""
         reuse = cache.reuse
         hits = {"hot": reuse.hot, "pool": reuse.pool, "disk": reuse.disk, "all": reuse.reused}
         num_prompt = reuse.reused + reuse.computed
@@ -407,10 +421,10 @@ def _ratio(part: int, whole: int) -> float | None:
 
 
 class BlocksOut(View):
-    """Blocks as compact rows: one row is one block.
+    """Blocks as compact rows, one row per block.
 
     A row is `[name, parent, start, tokens, memory_bytes, disk_bytes, last_used, pinned]`. The
-    parent of a first block is not a block.
+    parent of a first block does not name a block.
     """
 
     object: Literal["cache.blocks"] = "cache.blocks"
@@ -425,7 +439,7 @@ class BlocksOut(View):
 
     @classmethod
     def about(cls, page: BlockPage) -> Self:
-        """Show a page; what we made ourselves is not checked again."""
+        """Build the view of a page, without validation: the values are the server's own."""
         return cls.model_construct(
             mark=page.mark,
             total=page.num_blocks,
@@ -444,7 +458,7 @@ def _row(block: BlockNode) -> list[str | int]:
 
 
 class RunningOut(View):
-    """A waiting or running request, and how far it has got."""
+    """A waiting or running request, and its progress."""
 
     agent_id: str = Field(examples=["coder"])
     turn_id: str = Field(examples=[_TURN])
@@ -474,13 +488,13 @@ class EvictOut(View):
 
 
 class PrefetchOut(View):
-    """How many parts are being read."""
+    """The number of parts that are being read from disk."""
 
     agent_id: str = Field(examples=["coder"])
     parts: int = Field(examples=[3])
 
 
 class CollectOut(View):
-    """What a collection freed."""
+    """The bytes that a garbage collection freed."""
 
     freed_bytes: int = Field(examples=[33690112])

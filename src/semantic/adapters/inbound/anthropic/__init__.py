@@ -2,9 +2,9 @@
 
 1. `routes.py` receives a request and starts the reply.
 2. `requests.py` validates the body, block by block, and translates it; headers and metadata may
-   say which session is asking.
-3. `events.py` writes the stream in the order clients rely on, and the whole message that the
-   stream adds up to; it also lists models in Anthropic's form.
+   identify the client's session.
+3. `events.py` writes the stream in the order that clients rely on, and builds the whole message
+   from the stream's events; it also lists models in Anthropic's format.
 
-`http/errors.py` has errors in Anthropic's form.
+`http/errors.py` formats errors for Anthropic's clients.
 """

@@ -1,8 +1,8 @@
-"""A reply's events as Anthropic's stream events, and the message they add up to.
+"""Translates a reply's events to Anthropic's stream events, and those to a whole message.
 
 Clients rely on an order: the message starts once, blocks are numbered from 0, one is open at a
 time and stops before the next starts, thinking ends with its signature, and the message stops
-once. `MessageStream` keeps that order whatever comes; nothing here knows of HTTP.
+once. `MessageStream` guarantees that order for any sequence of events. It does not depend on HTTP.
 """
 
 import json
@@ -44,7 +44,7 @@ _STOP_REASONS = {
 }
 
 
-# -- what clients read: what is always there; replies may hold more -----------------------------
+# -- response bodies: the fields that are always present; replies may have more ----------------
 
 
 class _PromptUsage(TypedDict):
@@ -58,7 +58,7 @@ class _MessageUsage(_PromptUsage):
 
 
 class AnthropicMessage(TypedDict):
-    """The answer of `/v1/messages`."""
+    """The response of `/v1/messages`."""
 
     id: str
     type: Literal["message"]
@@ -72,7 +72,7 @@ class AnthropicMessage(TypedDict):
 
 
 class TokenCount(TypedDict):
-    """The answer of `/v1/messages/count_tokens`."""
+    """The response of `/v1/messages/count_tokens`."""
 
     input_tokens: Positive
 
@@ -90,7 +90,7 @@ class AnthropicModel(TypedDict):
 
 
 class AnthropicModelPage(TypedDict):
-    """Models in the form of Anthropic's list, always one page."""
+    """Models in Anthropic's format, always on one page."""
 
     data: list[AnthropicModel]
     has_more: bool
@@ -103,19 +103,19 @@ class AnthropicModelPage(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """The block that is open; `call` is the number of its tool call."""
+    """The open block; `call` is the index of its tool call."""
 
     kind: Literal["text", "thinking", "tool_use"]
     call: int = -1
 
 
 class MessageStream:
-    """Turns the events of one reply into stream events; each names itself in `type`.
+    """Translates the events of one reply to stream events, each with its name in `type`.
 
     Args:
-        shows_thinking: Otherwise thinking is an empty block with a signature.
-        marks_cache: The client says what is to be cached; otherwise nothing counts as written to
-            a cache, and all that was computed is input.
+        shows_thinking: If false, thinking blocks have a signature but no text.
+        marks_cache: Whether the request has `cache_control`. If not, no tokens count as written to
+            the cache, and all computed tokens count as input.
     """
 
     def __init__(self, *, shows_thinking: bool = True, marks_cache: bool = True) -> None:
@@ -129,7 +129,7 @@ class MessageStream:
         self._told: list[Json] = []
 
     def push(self, event: Event) -> list[Json]:
-        """Take the reply's next event; after a final one nothing more comes."""
+        """Translate the reply's next event; events after the final one are ignored."""
         if self._is_ended:
             return []
         match event:
@@ -151,7 +151,7 @@ class MessageStream:
         return told
 
     def _begin(self, usage: Usage | None = None) -> None:
-        """Start the message, once it is known what of the prompt was found."""
+        """Start the message once the number of reused prompt tokens is known."""
         started = self._started
         if self._is_begun or started is None:
             return
@@ -181,7 +181,7 @@ class MessageStream:
         self._told.append({"type": "message_stop"})
 
     def _usage(self, usage: Usage) -> _PromptUsage:
-        """The prompt's tokens in three parts that do not overlap."""
+        """Split the prompt tokens into three counts that do not overlap."""
         written = usage.cache_creation_tokens if self._marks_cache else 0
         return {
             "input_tokens": usage.prompt_tokens - usage.cache_read_tokens - written,
@@ -209,7 +209,7 @@ class MessageStream:
                 self._close()
 
     def _write(self, kind: Literal["text", "thinking"], text: str) -> None:
-        """More text or thinking, in a block that is open or opened for it."""
+        """Add text or thinking to the open block of its kind; open one if needed."""
         if not text:
             return
         if self._open != _Open(kind):
@@ -240,7 +240,7 @@ class MessageStream:
 
 
 def whole_message(events: Sequence[Json]) -> Json:
-    """The message that a complete stream's events add up to.
+    """Build the message from the events of a complete stream.
 
     Example:
         >>> stream = MessageStream()
@@ -266,14 +266,18 @@ def whole_message(events: Sequence[Json]) -> Json:
                     blocks[-1][name] += str(value)
             case {"type": "message_delta", "delta": dict(delta), "usage": usage, **more}:
                 message |= {**delta, "usage": usage, **more}
-    message["content"] = [_parsed(block) for block in blocks]
+    message["content"] = [made for block in blocks if (made := _parsed(block)) is not None]
     return message
 
 
-def _parsed(block: dict[str, str]) -> Json:
+def _parsed(block: dict[str, str]) -> Json | None:
+    """Parse the input of a tool call; None if it is cut off or nested too deeply."""
     if "input" not in block:
         return {**block}
-    return {**block, "input": json.loads(block["input"] or "{}")}
+    try:
+        return {**block, "input": json.loads(block["input"])}
+    except (ValueError, RecursionError):
+        return None
 
 
 def _prefill_usage(total: int, reused: int) -> Usage:
@@ -284,7 +288,7 @@ def _prefill_usage(total: int, reused: int) -> Usage:
 
 
 def model_info(status: ModelStatus) -> AnthropicModel:
-    """A model in the form of Anthropic's list."""
+    """Describe a model in Anthropic's format."""
     created = datetime.fromtimestamp(int(status.created_at), UTC)
     return {
         "type": "model",

@@ -1,10 +1,10 @@
-"""Anthropic's requests as clients send them, and their translation to ours.
+"""Request bodies of Anthropic's Messages API, and their translation to chat requests.
 
-Unknown fields are ignored: clients are newer than servers, and a refusal would end their session.
+Unknown fields are ignored: clients are newer than servers, and an error would end their session.
 
-One class for all types of block, so that an error names the wrong field and not every type it
-might have been. `citations` and other fields that change no prompt are ignored; `cache_control`
-changes only how tokens are counted: everything is kept in any case.
+One class has the fields of all block types, so that an error names the invalid field instead of
+every type that the block could have. `citations` and other fields that do not change the prompt
+are ignored. `cache_control` only changes how tokens are counted: the server caches every prompt.
 """
 
 import json
@@ -49,7 +49,7 @@ from semantic.domain.chat import (
     is_continuable,
 )
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.sampling import StopRules
+from semantic.domain.sampling import MAX_REPLY_TOKENS, StopRules
 
 TOOL_ID_PREFIX = "toolu_"
 _BILLING_PREFIX = "x-anthropic-billing-header:"
@@ -67,7 +67,7 @@ _REQUIRED = {
 
 
 class Block(Schema):
-    """A block of content, of any type."""
+    """A content block of any type."""
 
     type: str
     text: str | None = None
@@ -87,7 +87,7 @@ class Block(Schema):
 
     @property
     def marks_cache(self) -> bool:
-        """Whether it, or a block in it, is to be kept for later requests."""
+        """Whether it, or a block in it, has `cache_control`."""
         inner = self.content if isinstance(self.content, list) else []
         return bool(self.cache_control) or any(block.marks_cache for block in inner)
 
@@ -99,10 +99,10 @@ class Block(Schema):
         return self
 
     def to_text(self, where: str) -> TextPart | ImagePart:
-        """Translate what anyone may say.
+        """Translate a block that any role may send: text, image, document or search result.
 
         Raises:
-            InvalidRequestError: it is a block of another kind.
+            InvalidRequestError: the block has another type, or the document is not plain text.
         """
         match self.type:
             case "text":
@@ -120,12 +120,12 @@ class Block(Schema):
                 )
 
     def to_reply(self) -> Part | None:
-        """Translate what the model said; None for what only a vendor's own tools leave behind."""
+        """Translate a block of the assistant; None for blocks of Anthropic's own server tools."""
         match self.type:
             case "text":
                 return TextPart(self.text or "")
             case "thinking":
-                # Where a client keeps no thinking, its signature still tells which it was.
+                # A client may drop the text of thinking; the signature still identifies it.
                 text, signature = self.thinking or "", self.signature or ""
                 return ThinkingPart(text, signature, is_redacted=not text and bool(signature))
             case "redacted_thinking":
@@ -136,10 +136,10 @@ class Block(Schema):
                 return None
 
     def to_result(self, where: str) -> ToolResultPart:
-        """Translate what a call returned.
+        """Translate the result of a tool call.
 
         Raises:
-            InvalidRequestError: a block in it does not belong there.
+            InvalidRequestError: a tool result may not contain one of its blocks.
         """
         content: tuple[TextPart | ImagePart | ToolReferencePart, ...]
         if isinstance(self.content, str):
@@ -177,10 +177,10 @@ class InputMessage(Schema):
     content: str | list[Block]
 
     def to_domain(self, index: int) -> Message:
-        """Translate.
+        """Translate to a message.
 
         Raises:
-            InvalidRequestError: a block does not belong where it stands.
+            InvalidRequestError: this role may not send one of the blocks.
         """
         role = Role(self.role)
         if isinstance(self.content, str):
@@ -203,7 +203,7 @@ class InputMessage(Schema):
 
 
 def system_parts(system: str | list[Block], where: str = "system") -> tuple[Part, ...]:
-    """Translate a system prompt, without the line that only counts for billing.
+    """Translate a system prompt, without the line that is only for the vendor's billing.
 
     Raises:
         InvalidRequestError: a block is not text.
@@ -218,7 +218,7 @@ def system_parts(system: str | list[Block], where: str = "system") -> tuple[Part
 
 
 def _without_billing_line(text: str) -> str:
-    r"""Leave out a first line that only counts for a vendor's billing.
+    r"""Remove a first line that is only for the vendor's billing.
 
     Example:
         >>> _without_billing_line("x-anthropic-billing-header: cc_version=2; cch=1f;\nBe terse.")
@@ -230,7 +230,7 @@ def _without_billing_line(text: str) -> str:
 
 
 def _own_id(given: str) -> str:
-    """A call's id as we gave it, before it was put in Anthropic's form."""
+    """Remove the prefix that `events.py` adds to a call's id for Anthropic's clients."""
     return given.removeprefix(TOOL_ID_PREFIX)
 
 
@@ -254,7 +254,7 @@ class _Tool(Schema):
 
     @property
     def is_custom(self) -> bool:
-        """Whether its schema is here; others are known to Anthropic's models and servers alone."""
+        """Whether the request defines it; only Anthropic's models and servers know other tools."""
         return self.input_schema is not None or self.type in (None, "custom")
 
     def to_domain(self, index: int) -> ToolSpec:
@@ -285,7 +285,7 @@ class _ToolChoice(Schema):
 
 class _Thinking(Schema):
     type: str
-    budget_tokens: int | None = Field(None, ge=0)
+    budget_tokens: int | None = Field(None, ge=0, le=MAX_REPLY_TOKENS)
     display: str | None = None
 
     def to_domain(self) -> Thinking:
@@ -330,13 +330,13 @@ class CountRequest(Schema):
         return limit_parts(value, "blocks")
 
     def to_domain(self, headers: Mapping[str, str]) -> ChatRequest:
-        """Translate to our terms.
+        """Translate to a chat request.
 
         Args:
-            headers: Of the HTTP request; they may tell who is asking.
+            headers: The HTTP request's headers, which may identify the session and the agent.
 
         Raises:
-            InvalidRequestError: a field has a value we cannot honour.
+            InvalidRequestError: the server cannot honour the value of a field.
         """
         messages = self._messages()
         return ChatRequest(
@@ -349,18 +349,18 @@ class CountRequest(Schema):
             ),
             tool_choice=self.tool_choice.to_domain() if self.tool_choice else ToolChoice(),
             output_format=self._output_format(),
-            # Whoever does not ask for thinking takes the first block for the answer.
+            # Clients that do not request thinking take the first block for the answer.
             thinking=self.thinking.to_domain() if self.thinking else Thinking(is_enabled=False),
             agent=self._agent(headers),
             is_continued=is_continuable(messages),
         )
 
     def client_param(self, param: str | None, request: ChatRequest) -> str | None:
-        """Return our name of a field as this client spelled it.
+        """Translate our name of a field to the one that the client used.
 
         Args:
             param: Our name.
-            request: What `to_domain` made, where the system prompt is a message among others.
+            request: The result of `to_domain`, where the system prompt is the first message.
         """
         if param is None:
             return None
@@ -401,14 +401,14 @@ class CountRequest(Schema):
         return AgentHint(agent_id, self.session_id, self._client_key(headers))
 
     def _client_key(self, headers: Mapping[str, str]) -> str | None:
-        """A client's session, and which of its agents is asking; None if it tells neither."""
+        """The client's session, with the id of its agent if given; None without a session."""
         session = headers.get("x-claude-code-session-id") or self._metadata_session()
         session = session or headers.get("x-session-affinity")
         agent = headers.get("x-claude-code-agent-id")
         return f"{session}/{agent}" if session and agent else session
 
     def _metadata_session(self) -> str | None:
-        """The session in `metadata.user_id`; a user's plain id says nothing of who is asking."""
+        """The session in `metadata.user_id`; a plain user id does not identify a session."""
         user_id = (self.metadata.user_id if self.metadata else None) or ""
         old = _OLD_SESSION.search(user_id)
         if old:
@@ -436,12 +436,12 @@ class MessagesRequest(CountRequest):
 
     @property
     def shows_thinking(self) -> bool:
-        """Whether the client wants to read thinking, or only to hand it back."""
+        """Whether the client wants the text of thinking, or only the signature to send back."""
         return self.thinking is None or self.thinking.display != "omitted"
 
     @property
     def marks_cache(self) -> bool:
-        """Whether the client says anywhere what is to be kept for later requests."""
+        """Whether `cache_control` occurs anywhere in the request."""
         contents = [self.system, *(message.content for message in self.messages)]
         blocks = [block for content in contents if isinstance(content, list) for block in content]
         is_tool_marked = any(tool.cache_control for tool in self.tools or ())
@@ -449,7 +449,7 @@ class MessagesRequest(CountRequest):
         return bool(self.cache_control) or is_tool_marked or is_block_marked
 
     def to_domain(self, headers: Mapping[str, str]) -> ChatRequest:
-        """Translate to our terms; see `CountRequest.to_domain`."""
+        """Translate to a chat request; see `CountRequest.to_domain`."""
         limit = reply_limit(self.max_tokens)
         request = replace(
             super().to_domain(headers),
@@ -457,5 +457,5 @@ class MessagesRequest(CountRequest):
             stop=StopRules(max_tokens=limit, strings=tuple(self.stop_sequences or ())),
         )
         with client_params(self.client_param, request):
-            # Here what cannot be continued is refused; it can be counted.
+            # A last message that cannot be continued is refused here, but not when counting tokens.
             return replace(request, is_continued=self.messages[-1].role == "assistant")

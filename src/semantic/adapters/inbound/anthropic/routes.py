@@ -1,6 +1,6 @@
-"""Anthropic's Messages, thin over the inbound ports.
+"""Endpoints of Anthropic's Messages API, thin over the inbound ports.
 
-Keys in `x-api-key` or `Authorization` are accepted and not looked at while none are configured.
+While no API keys are configured, keys in `x-api-key` and `Authorization` are ignored.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ _ERRORS = refusals("4XX", 503, 504, 529, body=AnthropicErrorBody)
 
 
 def anthropic_router(inference: InferencePort, principal: Callable[[], Principal]) -> APIRouter:
-    """Serve the Messages endpoints on behalf of a principal."""
+    """Serve the Messages endpoints; `principal` returns the caller of the current request."""
     router = APIRouter(tags=["anthropic"], responses=_ERRORS)
 
     @router.post("/v1/messages", response_model=None, responses=reply_or_stream(AnthropicMessage))
@@ -63,12 +63,12 @@ def anthropic_router(inference: InferencePort, principal: Callable[[], Principal
 
     @router.get("/api/hello", include_in_schema=False)
     async def probe() -> Response:
-        """Say that someone is there; Claude Code asks before it starts."""
+        """Answer the probe that Claude Code sends before it starts."""
         return Response()
 
     @router.post("/api/event_logging/batch", include_in_schema=False)
     async def event_logging() -> Json:
-        """Take a client's telemetry and keep none of it."""
+        """Accept and discard a client's telemetry."""
         return {}
 
     return router

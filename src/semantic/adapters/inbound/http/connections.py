@@ -1,9 +1,9 @@
-"""Open connections: how many there may be, and how long a client may keep one waiting.
+"""Limits open connections: how many there may be, and how long a client may stay silent.
 
-A connection is *silent* while its client owes us something: a request's headers, or the rest of
-its body. When there are too many, the one that was silent longest is closed, so a new client
-always gets in. While all of them are being answered, a few more are let in for health checks and
-cancels; whoever asks for other things there is told that the server is full.
+A connection is *silent* while the server waits for a request's headers or the rest of its body.
+At the limit, a new connection replaces the one that has been silent longest, so a new client
+always gets in. If all connections are being answered, a few more are accepted for health checks
+and cancels; other requests on them get 503.
 """
 
 import asyncio
@@ -27,23 +27,23 @@ from semantic.adapters.inbound.http.middleware import RequestCheck
 
 _log = structlog.get_logger(__name__)
 
-_MAX_DESCRIPTORS = 65536  # some systems name no limit, or one of a billion
+_MAX_DESCRIPTORS = 65536  # some systems report no limit, or one of a billion
 _MAX_KEPT_FOR_FILES = 256
 _MAX_SPARE = 32
 _ACCEPTED_AT_ONCE = 16
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _TELL_EVERY_S = 60.0
-# In a request's state: its connection, and whether that is one beyond the limit.
+# Keys in a request's state: its connection, and whether that one is beyond the limit.
 CONNECTION, _FULL = "connection", "is_full"
 
 
 def raise_descriptor_limit() -> int:
-    """Allow this process as many open files as its user may have; returns how many."""
+    """Raise the process's limit on open files as far as permitted, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft >= limit:
         return soft
-    with contextlib.suppress(ValueError, OSError):  # macOS permits less than it says
+    with contextlib.suppress(ValueError, OSError):  # macOS permits less than it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         return limit
     return soft
@@ -51,12 +51,12 @@ def raise_descriptor_limit() -> int:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What clients may take up.
+    """Limits on client connections.
 
     Attributes:
-        max_open: Connections.
-        num_spare: More of them, while all others are being answered.
-        read_timeout_s: Longest wait for a request's headers, and for the next piece of its body.
+        max_open: Maximum number of open connections.
+        num_spare: Additional connections while all others are being answered.
+        read_timeout_s: Longest wait for a request's headers, and for the next chunk of its body.
         write_timeout_s: Longest wait for a client that does not read.
     """
 
@@ -74,7 +74,7 @@ class ConnectionLimits:
         read_timeout_s: float,
         write_timeout_s: float,
     ) -> "ConnectionLimits":
-        """Fit a number of connections into the descriptors there are, and leave some for files."""
+        """Lower `max_connections` to what the descriptors permit, leaving some for files."""
         for_clients = num_descriptors - min(_MAX_KEPT_FOR_FILES, num_descriptors // 2)
         num_spare = min(_MAX_SPARE, for_clients // 4)
         max_open = max(1, min(max_connections, for_clients - num_spare))
@@ -89,7 +89,7 @@ class ConnectionLimits:
 
 
 class OpenConnections:
-    """All connections of a server. Used on the event loop's thread."""
+    """All connections of a server. Use it on the event loop's thread."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
@@ -100,7 +100,7 @@ class OpenConnections:
         self._told_at = float("-inf")
 
     def protocol(self) -> "type[Connection]":
-        """Return the protocol that an HTTP server makes of each connection."""
+        """Return the protocol class that the HTTP server creates for each connection."""
 
         class PooledConnection(Connection):
             pool = self
@@ -108,7 +108,7 @@ class OpenConnections:
         return PooledConnection
 
     def enter(self, connection: "Connection") -> None:
-        """Take a new connection in; another one, or this one, may have to go for it."""
+        """Add a new connection; at the limit, close the longest silent one or this one."""
         self._open.add(connection)
         self._silent[connection] = None
         oldest = next(iter(self._silent))
@@ -121,13 +121,13 @@ class OpenConnections:
             connection.app_state = {**connection.app_state, _FULL: True}
 
     def leave(self, connection: "Connection") -> None:
-        """Note that a connection was closed."""
+        """Remove a closed connection."""
         self._open.discard(connection)
         self._silent.pop(connection, None)
         self._disown(connection)
 
     def claim(self, connection: "Connection", tenant: str, limit: int | None) -> bool:
-        """Count a connection as a tenant's; returns False if it has as many as it may."""
+        """Count a connection as a tenant's; return False if the tenant is at its limit."""
         if connection.tenant != tenant:
             if limit is not None and self._owned[tenant] >= limit:
                 return False
@@ -142,13 +142,13 @@ class OpenConnections:
             connection.tenant = None
 
     def note(self, connection: "Connection", *, is_silent: bool) -> None:
-        """Note a sign of life: whether its client still owes us something."""
+        """Record activity; `is_silent` says whether the server waits for the client."""
         self._silent.pop(connection, None)
         if is_silent and connection in self._open:
             self._silent[connection] = None
 
     def make_room(self) -> None:
-        """Close some silent connections: descriptors ran out."""
+        """Close some silent connections because descriptors ran out."""
         for connection in list(self._silent)[:_ACCEPTED_AT_ONCE]:
             self._cut(connection)
 
@@ -167,7 +167,7 @@ class OpenConnections:
 
 
 class _Timer:
-    """Calls something later, unless it is stopped or started anew."""
+    """Calls a function after a delay, unless it is stopped or restarted."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -188,12 +188,12 @@ class _Timer:
 
 
 class Connection(H11Protocol):
-    """One connection, cut when its client keeps us waiting for too long.
+    """One connection, aborted when its client does not send, or does not read, for too long.
 
-    uvicorn itself closes those that are idle between two requests.
+    uvicorn itself closes connections that are idle between two requests.
 
     Attributes:
-        tenant: Whose request came last on it.
+        tenant: The tenant of its latest request.
     """
 
     pool: OpenConnections
@@ -214,25 +214,28 @@ class Connection(H11Protocol):
         return cycle is not None and not cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request."""
+        """Register the connection, and start the read timer."""
         super().connection_made(transport)
         self.app_state = {**self.app_state, CONNECTION: self}
         self._expect_more()
         self.pool.enter(self)
 
     def claim(self, tenant: str, limit: int | None) -> bool:
-        """Count it as a tenant's; returns False if that one has as many as it may."""
+        """Count it as a tenant's; return False if the tenant is at its limit."""
         return self.pool.claim(self, tenant, limit)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give its place to another connection, and stop its timers."""
+        """Remove the connection from the pool, and stop its timers."""
         super().connection_lost(exc)
         self.pool.leave(self)
         self._read_timer.stop()
         self._write_timer.stop()
 
     def data_received(self, data: bytes) -> None:
-        """Read on. Headers must be complete in time; a body may take long if it keeps coming."""
+        """Process received data.
+
+        All headers must arrive within the read timeout; each chunk of a body restarts it.
+        """
         super().data_received(data)
         self.pool.note(self, is_silent=not self._is_answering)
         if self._is_answering:
@@ -241,18 +244,18 @@ class Connection(H11Protocol):
             self._expect_more()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, as long as uvicorn keeps idle connections."""
+        """Stop the read timer; uvicorn's own timeout applies to idle connections."""
         self._read_timer.stop()
         super().on_response_complete()
         self.pool.note(self, is_silent=not self._is_answering)
 
     def pause_writing(self) -> None:
-        """Begin to wait for a client that does not read."""
+        """Start the write timer: the client does not read."""
         super().pause_writing()
         self._write_timer.start(self.pool.limits.write_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Go on: the client reads."""
+        """Stop the write timer: the client reads again."""
         super().resume_writing()
         self._write_timer.stop()
 
@@ -260,7 +263,7 @@ class Connection(H11Protocol):
         self._read_timer.start(self.pool.limits.read_timeout_s, self._end_wait)
 
     def _end_wait(self) -> None:
-        if self.flow.read_paused:  # it is us who do not read
+        if self.flow.read_paused:  # the server itself has paused reading
             self._expect_more()
         else:
             self.transport.abort()
@@ -269,8 +272,9 @@ class Connection(H11Protocol):
 class Listener(socket.socket):
     """A listening socket from which an event loop accepts a few connections at a time.
 
-    asyncio accepts as many as wait before it looks at one of them. When descriptors run out, it
-    logs every try, thousands in a row; here it tries once, and again after a second.
+    asyncio accepts all waiting connections before it serves any of them. When descriptors run out,
+    it logs every attempt, thousands in a row. With this class it tries once, and again after a
+    second.
     """
 
     def __init__(self, family: int, pool: OpenConnections) -> None:
@@ -282,7 +286,7 @@ class Listener(socket.socket):
         """Accept a connection.
 
         Raises:
-            BlockingIOError: none waits, or the event loop should do other things first.
+            BlockingIOError: no connection waits, or the event loop should run other tasks first.
         """
         if self._num_accepted >= _ACCEPTED_AT_ONCE:
             self._num_accepted = 0
@@ -299,10 +303,10 @@ class Listener(socket.socket):
 
 
 class CapacityCheck(RequestCheck):
-    """Answers 503 on connections beyond the limit, but for health checks and cancels."""
+    """Answers 503 on connections beyond the limit, except to health checks and cancels."""
 
     def refusal(self, scope: Scope) -> Response | None:
-        """The answer where there is no room."""
+        """Return an error if the connection is beyond the limit."""
         path = scope["path"]
         is_urgent = path.startswith("/health") or path.endswith("/cancel")
         if is_urgent or not scope.get("state", {}).get(_FULL):

@@ -1,4 +1,4 @@
-"""What HTTP clients see of errors: one table, in the shapes of OpenAI's and Anthropic's clients."""
+"""Error responses: one table maps errors to statuses and to OpenAI's and Anthropic's formats."""
 
 import math
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class _Row(NamedTuple):
 
 
 _INVALID, _LIMIT, _FAULT = "invalid_request_error", "rate_limit_error", "server_error"
-# The first class that fits decides, so subclasses come before their base.
+# The first matching row applies, so subclasses come before their base.
 _TABLE = (
     _Row(errors.ContextLengthError, 400, _INVALID, "context_length_exceeded", 400, _INVALID),
     _Row(errors.ConflictError, 409, _INVALID, "conflict", 400, _INVALID),
@@ -49,10 +49,11 @@ _TABLE = (
     _Row(errors.OverloadedError, 503, _FAULT, "overloaded", 529, "overloaded_error"),
     _Row(errors.ModelSwapError, 503, _FAULT, "model_not_ready", 503, "api_error"),
     _Row(errors.DrainingError, 503, _FAULT, "shutting_down", 503, "api_error"),
+    _Row(errors.CachePersistenceError, 503, _FAULT, "not_written", 503, "api_error"),
     _Row(errors.GenerationTimeoutError, 504, _FAULT, "timeout", 504, "timeout_error"),
     _Row(errors.SemanticError, 500, _FAULT, "internal_error", 500, "api_error"),
 )
-# The vendors' types of what is no error of ours.
+# The vendors' error types for responses that do not come from a `SemanticError`.
 _OPENAI_TYPES = {401: "authentication_error", 429: _LIMIT}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -63,7 +64,7 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-# Our names of fields whose names differ from Anthropic's.
+# Our field names that differ from Anthropic's.
 _ANTHROPIC_FIELDS = {"stop": "stop_sequences", "response_format": "output_config.format"}
 _MEANINGS: dict[int | str, str] = {
     "4XX": "The request is refused.",
@@ -72,7 +73,7 @@ _MEANINGS: dict[int | str, str] = {
     409: "it contradicts what is there",
     413: "the body is too large",
     429: "a quota or a rate limit is used up",
-    503: "the model is loading, the queue is full, or the server stops",
+    503: "the model is loading, the queue is full, the disk cannot be written, or the server stops",
     504: "it took too long",
     529: "the queue is full",
 }
@@ -80,7 +81,7 @@ _MEANINGS: dict[int | str, str] = {
 
 @with_config(ConfigDict(extra="forbid"))
 class ErrorDetail(TypedDict):
-    """What went wrong, and by which field."""
+    """The error, and the field that caused it."""
 
     message: str
     type: str
@@ -90,48 +91,48 @@ class ErrorDetail(TypedDict):
 
 @with_config(ConfigDict(extra="forbid"))
 class ErrorBody(TypedDict):
-    """Every refusal and failure."""
+    """The body of every error response."""
 
     error: ErrorDetail
 
 
 class AnthropicErrorDetail(TypedDict):
-    """What went wrong."""
+    """The error, for Anthropic's clients."""
 
     type: str
     message: str
 
 
 class AnthropicErrorBody(TypedDict):
-    """Every refusal and failure, to Anthropic's clients."""
+    """The body of every error response to Anthropic's clients."""
 
     type: Literal["error"]
     error: AnthropicErrorDetail
 
 
 def refusals(*statuses: int | str, body: Any = ErrorBody) -> dict[int | str, dict[str, Any]]:
-    """Document the errors an endpoint answers with."""
+    """Document the error responses of an endpoint."""
     return {status: {"model": body, "description": _MEANINGS[status]} for status in statuses}
 
 
 def openai_body(error: errors.SemanticError) -> ErrorBody:
-    """An error as OpenAI's clients parse it, in a response or in a stream."""
+    """Format an error for OpenAI's clients, in a response or in a stream."""
     row, message, param = _row(error), error.message, None
     if isinstance(error, errors.ModelNotFoundError):
         param = "model"
     elif isinstance(error, errors.InvalidRequestError):
         param = error.param
-    # Many clients show the message alone.
+    # Many clients show only the message, so it names the field.
     if param is not None and param.rpartition(".")[2].partition("[")[0] not in message:
         message = f"{param}: {message}"
     return _openai(message, row.type, row.code, param)
 
 
 def anthropic_body(error: errors.SemanticError) -> AnthropicErrorBody:
-    """An error as Anthropic's clients parse it, in a response or in a stream."""
+    """Format an error for Anthropic's clients, in a response or in a stream."""
     message = error.message
     if isinstance(error, errors.ContextLengthError):
-        # Clients read the numbers off this sentence, and shorten what they send.
+        # Clients parse the numbers in this sentence to shorten the next request.
         message = f"prompt is too long: {error.num_prompt} tokens > {error.limit - 1} maximum"
     elif isinstance(error, errors.InvalidRequestError) and error.param is not None:
         message = f"{_anthropic_field(error.param)}: {message}"
@@ -151,7 +152,7 @@ def _anthropic(kind: str, message: str) -> AnthropicErrorBody:
 
 
 def _anthropic_field(param: str) -> str:
-    """A field as Anthropic writes it.
+    """Translate a field name to Anthropic's.
 
     Example:
         >>> _anthropic_field("tools[0].parameters"), _anthropic_field("stop")
@@ -163,7 +164,7 @@ def _anthropic_field(param: str) -> str:
 
 
 class _VendorResponse(Response):
-    """An error in the shape of the caller's vendor, which is known once it is sent."""
+    """An error in the format of the client's vendor, which is chosen when it is sent."""
 
     def __init__(self, openai: JSONResponse, status: int, anthropic: AnthropicErrorBody) -> None:
         super().__init__(status_code=openai.status_code)
@@ -172,7 +173,6 @@ class _VendorResponse(Response):
         self._anthropic = anthropic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer in the form of the vendor whose path or header the request has."""
         response = self._openai
         if _is_anthropic(scope):
             request_id = scope.get("state", {}).get("request_id")
@@ -185,7 +185,6 @@ class _VendorResponse(Response):
 
 
 def _is_anthropic(scope: Scope) -> bool:
-    """Whether a request expects Anthropic's shapes: by its path, or by its version header."""
     path: str = scope["path"]
     own = ("/v1/messages", "/api/hello", "/api/event_logging")
     return path.startswith(own) or "anthropic-version" in Headers(scope=scope)
@@ -199,7 +198,7 @@ def error_response(
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Answer what is no error of ours, such as an unknown path, in the same shape."""
+    """Build an error response without a `SemanticError`, such as for an unknown path."""
     kind = _OPENAI_TYPES.get(status, _FAULT if status >= 500 else _INVALID)
     openai = JSONResponse(_openai(message, kind, code, param), status, headers)
     usual = "api_error" if status >= 500 else _INVALID
@@ -207,7 +206,7 @@ def error_response(
 
 
 def allowance_headers(left: Allowance) -> dict[str, str]:
-    """What is left of a limit, as OpenAI's clients read it, and as Anthropic's do.
+    """Format the remaining rate limit as headers for OpenAI's and Anthropic's clients.
 
     Example:
         >>> headers = allowance_headers(Allowance("tokens", 1000, 400, 36.0))
@@ -229,7 +228,10 @@ def allowance_headers(left: Allowance) -> dict[str, str]:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer every refusal, ours or not, in one shape; defects are the access log's."""
+    """Install handlers that answer every expected error in the vendors' formats.
+
+    `AccessLog` answers unexpected exceptions.
+    """
     app.add_exception_handler(ClientDisconnect, _client_disconnected)
 
     @app.exception_handler(errors.SemanticError)
@@ -244,7 +246,7 @@ def install_error_handlers(app: FastAPI) -> None:
         param = field_path(problem["loc"][1:])
         if problem["type"] == "json_invalid":
             return _not_json(problem["ctx"]["error"])
-        if isinstance(error.body, bytes):  # it was not read as JSON
+        if isinstance(error.body, bytes):  # FastAPI did not parse it as JSON
             message = "send content-type: application/json."
         else:
             message = f"{param or 'the body'}: {plain_reason(problem)}"
@@ -253,7 +255,7 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
         if error.status_code == 400:
-            # FastAPI raises it for what it did not expect: bad UTF-8, deep nesting, huge numbers.
+            # FastAPI raises 400 if it fails to parse: bad UTF-8, deep nesting, huge numbers.
             return _not_json()
         message = str(error.detail)
         if error.status_code == 404:
@@ -272,12 +274,12 @@ def _retry_headers(error: errors.SemanticError) -> dict[str, str]:
         kind, limit, reset_s = error.allowance
         headers |= allowance_headers(Allowance(kind, limit, 0, reset_s))
     if isinstance(error, errors.QuotaExceededError):
-        headers["x-should-retry"] = "false"  # clients would try for minutes
+        headers["x-should-retry"] = "false"  # otherwise clients retry for minutes
     return headers
 
 
 async def _client_disconnected(_: Request, __: Exception) -> Response:
-    """Answer a client that left in the middle of its body."""
+    """Answer a client that disconnected while it sent the body."""
     return Response(status_code=CLIENT_LEFT)
 
 

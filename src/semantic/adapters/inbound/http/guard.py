@@ -1,7 +1,8 @@
-"""The guard: whose request it is, by its key, and whether that key opens what it asks for.
+"""Authenticates requests by their API key, and checks what the key permits.
 
-Probes and the page's files are open to everybody. Where keys exist, all else needs one; what
-concerns all tenants needs an admin's. Endpoints ask `current_principal` on whose behalf they work.
+Health probes and the page's files need no key. If keys are configured, all other paths need one,
+and paths that concern all tenants need an admin key. Endpoints call `current_principal` to learn
+on whose behalf they run.
 """
 
 from collections.abc import Iterator
@@ -18,20 +19,21 @@ from semantic.application.requests.limits import Access, RateLimits
 from semantic.domain.agents import Principal
 from semantic.domain.errors import AuthenticationError
 
-_OPEN = ("/health", "/page")  # the page asks for a key itself
+_OPEN = ("/health", "/page")  # the page prompts for a key itself
 _ADMIN = ("/admin", "/v1/cache", "/metrics")
-_MAX_REFUSED_BYTES = 2**20  # of a body that is read for the sake of its answer
+# Bytes to read of a refused body: a client that is still sending would miss the response.
+_MAX_REFUSED_BYTES = 2**20
 
 _current: ContextVar[Principal] = ContextVar("principal")
 
 
 def current_principal() -> Principal:
-    """On whose behalf the request runs that is being answered."""
+    """Return the principal on whose behalf the current request runs."""
     return _current.get()
 
 
 class Guard(Middleware):
-    """Finds out whose a request is, and refuses what its key does not open."""
+    """Authenticates each request, and refuses what its key does not permit."""
 
     def __init__(self, app: ASGIApp, access: Access, limits: RateLimits) -> None:
         super().__init__(app)
@@ -48,7 +50,7 @@ class Guard(Middleware):
             await refusal(scope, receive, send)
 
     def _admit(self, scope: Scope) -> Response | None:
-        """Note the principal, or say why there is none."""
+        """Set the current principal, or return the error response."""
         path: str = scope["path"]
         try:
             principal = self._access.authenticate(_secrets(Headers(scope=scope)))
@@ -73,7 +75,7 @@ class Guard(Middleware):
         return None
 
     def _telling(self, send: Send, principal: Principal) -> Send:
-        """Answer with what is left of the limits, where there are any."""
+        """Add the remaining rate limits to the response's headers."""
 
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -91,12 +93,12 @@ def _is_under(path: str, places: tuple[str, ...]) -> bool:
 
 
 def _is_browser(scope: Scope) -> bool:
-    """Whether a browser asks for the page, which holds nothing of anybody's."""
+    """Whether a browser requests the page, which contains no tenant's data."""
     return scope["path"] == "/" and "text/html" in Headers(scope=scope).get("accept", "")
 
 
 def _secrets(headers: Headers) -> Iterator[str]:
-    """What a request sent as its key: some clients send two, of which one is meant."""
+    """Yield all keys of a request: some clients send two, of which only one is valid."""
     yield from headers.getlist("x-api-key")
     for value in headers.getlist("authorization"):
         scheme, _, secret = value.partition(" ")

@@ -1,4 +1,4 @@
-"""Whether the server lives and can answer, and its metrics: for people and supervisors."""
+"""Health checks and metrics, for operators and supervisors."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -21,25 +21,27 @@ _HOPELESS = {ModelState.HUNG, ModelState.FAILED}
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """How the server is, beside its model.
+    """The condition of the server, apart from its model.
 
     Attributes:
         is_draining: New work is refused.
-        pressure: Of the memory for the KV cache, what cannot be had by evicting.
-        problems: What is wrong although requests are answered.
+        pressure: The share of the KV cache's memory that eviction cannot free, from 0 to 1.
+        problems: Faults that do not keep the server from answering.
+        note: Stored data that cannot be used and is recomputed; not a fault.
     """
 
     is_draining: bool = False
     pressure: float = 0.0
     problems: Sequence[str] = ()
+    note: str = ""
 
 
 def health_router(models: ModelRegistry, condition: Callable[[], Condition]) -> APIRouter:
     """Serve `/health` and its three probes.
 
     Args:
-        models: Whose state is told.
-        condition: How the server is beside that.
+        models: The registry whose current model is reported.
+        condition: Returns the condition of the server.
     """
     router = APIRouter(tags=["health"])
 
@@ -57,12 +59,13 @@ def health_router(models: ModelRegistry, condition: Callable[[], Condition]) -> 
             "compute": asdict(current.compute) if current.compute else None,
             "pressure": round(now.pressure, 3),
             "problem": "; ".join(now.problems),
+            "note": now.note,
         }
         return JSONResponse(body, 200 if is_good else 503)
 
     @router.get("/health")
     async def health() -> JSONResponse:
-        """The state of the server; 200 if requests are answered."""
+        """Return the state of the server; 200 if it answers requests."""
         return answer(_ANSWERING, is_work_wanted=True)
 
     @router.get("/health/live")
@@ -72,7 +75,7 @@ def health_router(models: ModelRegistry, condition: Callable[[], Condition]) -> 
 
     @router.get("/health/ready")
     async def ready() -> JSONResponse:
-        """200 if new requests are answered; during a swap they wait first."""
+        """200 if the server answers new requests; during a swap they wait first."""
         return answer(_ANSWERING, is_work_wanted=True)
 
     @router.get("/health/startup")
@@ -84,7 +87,7 @@ def health_router(models: ModelRegistry, condition: Callable[[], Condition]) -> 
 
 
 def _state(model: ModelStatus, *, is_draining: bool) -> str:
-    """The model's state, or what the server is in instead."""
+    """The model's state, unless the server is draining or starting."""
     if is_draining and model.state in _ANSWERING:
         return "draining"
     is_starting = model.state is ModelState.LOADING and model.detail == "starting"
@@ -92,7 +95,7 @@ def _state(model: ModelStatus, *, is_draining: bool) -> str:
 
 
 class ReadingsOut(BaseModel):
-    """Metrics over time: each series has a value for each moment of `at`."""
+    """Metrics over time: each series has one value for each timestamp in `at`."""
 
     at: list[float] = Field(examples=[[1767225661.5]])
     series: dict[str, list[float]] = Field(examples=[{"semantic_tokens_generated_total": [812.0]}])
@@ -101,11 +104,11 @@ class ReadingsOut(BaseModel):
 def metrics_router(
     render: Callable[[str], tuple[bytes, str]], history: Callable[[float], Readings]
 ) -> APIRouter:
-    """Serve `/metrics`, and the last hour of some of them.
+    """Serve `/metrics`, and the last hour of some metrics.
 
     Args:
-        render: Writes all metrics in a format of an `Accept` header; returns its content type too.
-        history: Finds the readings since a moment.
+        render: Formats all metrics as an `Accept` header requests; returns the content type too.
+        history: Returns the readings since a timestamp.
     """
     router = APIRouter(tags=["health"])
 

@@ -1,5 +1,6 @@
-"""What every request passes before it is parsed: its host, its page, its id and line in the log."""
+"""Middleware before parsing: host and origin checks, request ids, access log, body limits."""
 
+import asyncio
 import re
 import secrets
 import time
@@ -28,13 +29,13 @@ _HOST_PATTERN = re.compile(r"(\[[^]]*\]|[^:]*)(:\d*)?")
 
 
 class Middleware:
-    """Stands before an application; what is no request passes it by."""
+    """Base of ASGI middleware for HTTP requests; other scopes pass unchanged."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or pass on."""
+        """Handle an HTTP request; pass other scopes on."""
         handle = self.handle if scope["type"] == "http" else self._app
         await handle(scope, receive, send)
 
@@ -44,53 +45,61 @@ class Middleware:
 
 
 class RequestCheck(Middleware):
-    """Answers requests with a refusal, or passes them on."""
+    """Base of middleware that refuses some requests and passes on all others."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or pass a request on."""
+        """Refuse a request, or pass it on."""
         await (self.refusal(scope) or self._app)(scope, receive, send)
 
     def refusal(self, scope: Scope) -> Response | None:
-        """The answer to a request that may not pass."""
+        """Return the error response to a refused request; None lets it pass."""
         raise NotImplementedError
 
 
 class HostCheck(RequestCheck):
-    """Refuses requests that do not call this machine by a local name.
+    """Refuses requests whose `Host` is neither a local name nor an allowed one.
 
-    A web page can give its own name our address, and would then read our replies; the browser
-    still sends the page's name in `Host`.
+    With DNS rebinding, a web page's domain resolves to this server's address, so the page could
+    read the replies. The browser still sends the page's domain in `Host`.
     """
 
+    def __init__(self, app: ASGIApp, hosts: Collection[str] = ()) -> None:
+        """Wrap an application; `hosts` are allowed besides the local names, without port."""
+        super().__init__(app)
+        self._hosts = _LOCAL_NAMES | {host.lower() for host in hosts}
+
     def refusal(self, scope: Scope) -> Response | None:
-        """The answer where the host is not local."""
+        """Return an error if the host is not allowed."""
         host = Headers(scope=scope).get("host", "")
         match = _HOST_PATTERN.fullmatch(host)
-        if match is not None and match[1].lower() in _LOCAL_NAMES:
+        if match is not None and match[1].lower() in self._hosts:
             return None
-        message = f"the host {host!r} is not local; start with --allow-remote to permit it."
+        message = (
+            f"the host {host!r} is not allowed: use localhost, or add its name to the setting "
+            "allowed_hosts (SEMANTIC_ALLOWED_HOSTS)."
+        )
         return error_response(400, message, "host_not_allowed")
 
 
 class OriginCheck(RequestCheck):
-    """Refuses to change anything on behalf of a web page from elsewhere.
+    """Refuses requests that change something and come from a web page of another origin.
 
-    A browser sends such requests for any page; it keeps only the answer from it, and says in
-    `Origin` and `Sec-Fetch-Site` whose they are. Programs send neither.
+    A browser sends such requests for any page, and only withholds the response from it. It
+    identifies the page in `Origin` and `Sec-Fetch-Site`; other programs send neither header.
     """
 
     def __init__(self, app: ASGIApp, origins: Collection[str] = ()) -> None:
         """Wrap an application.
 
         Args:
-            app: What is behind it.
-            origins: Whose pages are permitted, beside those of this machine; `*` permits all.
+            app: The wrapped application.
+            origins: Permitted origins besides those of this machine; `*` permits all.
         """
         super().__init__(app)
         self._origins = frozenset(origins)
 
     def refusal(self, scope: Scope) -> Response | None:
-        """The answer to what a foreign page would change."""
+        """Return an error if a page of another origin sends a request that changes something."""
         headers = Headers(scope=scope)
         if scope["method"] in _READING or not self._is_foreign(headers):
             return None
@@ -114,9 +123,9 @@ _MAX_LOGGED = 2**16
 
 
 class AccessLog(Middleware):
-    """Gives each request an id, and one log line when it is answered; answers our defects.
+    """Gives each request an id and one log line; answers 500 to unexpected exceptions.
 
-    What is done for it belongs to its client's trace, if it names one.
+    A request joins the client's trace if it has a `traceparent` header.
     """
 
     def __init__(self, app: ASGIApp, *, is_body_logged: bool = False) -> None:
@@ -124,7 +133,7 @@ class AccessLog(Middleware):
         self._is_body_logged = is_body_logged
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
+        """Pass a request on, and log it."""
         request_id = f"req_{secrets.token_hex(8)}"
         scope.setdefault("state", {})["request_id"] = request_id
         started = time.perf_counter()
@@ -135,7 +144,7 @@ class AccessLog(Middleware):
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                names = (b"x-request-id", b"request-id")  # OpenAI's clients', Anthropic's
+                names = (b"x-request-id", b"request-id")  # for OpenAI's and Anthropic's clients
                 told = [(name, request_id.encode()) for name in names]
                 message["headers"] = [*message["headers"], *told]
             await send(message)
@@ -146,7 +155,7 @@ class AccessLog(Middleware):
         try:
             heard = _overheard(receive, body) if self._is_body_logged else receive
             await self._app(scope, heard, tagged)
-        except Exception as error:  # noqa: BLE001 - whatever it was, the client gets an answer
+        except Exception as error:  # noqa: BLE001 - the client gets an answer in any case
             defect = error
             if not status:
                 failure = "the server failed; its log says why."
@@ -160,7 +169,6 @@ class AccessLog(Middleware):
 
 
 def _join_trace(headers: Headers) -> Token[otel_context.Context]:
-    """Go on in the trace that a client names, if it names one."""
     context = _PROPAGATOR.extract(headers)
     remote = get_current_span(context).get_span_context()
     if remote.is_valid:
@@ -169,7 +177,7 @@ def _join_trace(headers: Headers) -> Token[otel_context.Context]:
 
 
 def _overheard(receive: Receive, body: bytearray) -> Receive:
-    """Keep what is received, up to a limit."""
+    """Copy what is received into `body`, up to `_MAX_LOGGED` bytes."""
 
     async def received() -> Message:
         message = await receive()
@@ -191,11 +199,11 @@ def _write_line(scope: Scope, status: int, elapsed_s: float, defect: Exception |
         _log.error("request failed", **named, exc_info=defect)
 
 
-# What stands behind `/v1/`. Some clients leave the prefix out, others put it into their base URL.
+# First segments after `/v1/`. Some clients omit the prefix; others have it in their base URL.
 _VERSIONED = frozenset(
     {
         *("chat", "completions", "responses", "messages", "models", "embeddings"),
-        *("moderations", "audio", "images"),  # answered: not served here
+        *("moderations", "audio", "images"),  # answered with 404: not supported
         *("agents", "cache", "events"),
     }
 )
@@ -205,7 +213,7 @@ class ShortPaths(Middleware):
     """Adds `/v1` to paths that lack it."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, to its full path."""
+        """Pass a request on with its full path."""
         if f"{scope['path']}/".split("/")[1] in _VERSIONED:
             raw = scope.get("raw_path") or scope["path"].encode()
             scope = {**scope, "path": f"/v1{scope['path']}", "raw_path": b"/v1" + raw}
@@ -213,10 +221,10 @@ class ShortPaths(Middleware):
 
 
 class HeadAsGet(Middleware):
-    """Answers HEAD as GET, without the body: a stream ends before its first piece."""
+    """Answers HEAD as GET without the body; a stream ends before its first chunk."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
+        """Pass a request on as GET, and drop the body of the response."""
         if scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
@@ -229,10 +237,16 @@ class HeadAsGet(Middleware):
         await self._app({**scope, "method": "GET"}, receive, headers_only)
 
 
-# What zlib is told to expect: gzip's header, or its own.
+# zlib's `wbits`: 31 expects a gzip header, 15 a zlib header.
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 _PLAIN = "identity"
 _CLOSE = {"connection": "close"}
+# Limit on expansion: text and KV cache compress to a tenth, decompression bombs to a thousandth.
+_MAX_RATIO = 50
+_ALWAYS_ALLOWED = 2**20
+# Bytes to read of a refused body: a client that is still sending would miss the response.
+_MAX_READ_OFF = 2**25
+_MAX_MEMBERS = 1000  # concatenated compressed streams in one body
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +260,10 @@ class _Limit:
 
 
 class BodyLimit(Middleware):
-    """Unpacks bodies, and answers 413 to those over a limit: declared, streamed or packed."""
+    """Decompresses bodies, and answers 413 to those over a limit.
+
+    The limit applies to the declared length, to what arrives, and to the decompressed size.
+    """
 
     def __init__(
         self, app: ASGIApp, max_bytes: int, larger: Mapping[str, int] | None = None
@@ -254,8 +271,8 @@ class BodyLimit(Middleware):
         """Wrap an application.
 
         Args:
-            app: What is behind the limit.
-            max_bytes: The limit.
+            app: The wrapped application.
+            max_bytes: The default limit.
             larger: Paths with a limit of their own.
         """
         super().__init__(app)
@@ -263,7 +280,7 @@ class BodyLimit(Middleware):
         self._larger = {p: _Limit(num, "disk_budget_mb") for p, num in (larger or {}).items()}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, counting its body."""
+        """Pass a request on with its body decompressed and counted."""
         headers = Headers(scope=scope)
         limit = self._larger.get(scope["path"], self._usual)
         declared = headers.get("content-length", "0")
@@ -282,7 +299,7 @@ class BodyLimit(Middleware):
 
 
 class _Body:
-    """A body as the application reads it, and the application's answer, unless it is refused."""
+    """The body that the application reads, and its response unless the body is refused."""
 
     def __init__(
         self,
@@ -299,62 +316,95 @@ class _Body:
         self._unpacker = unpacker
         self._num_read = 0
         self._is_refused = False
+        self._is_answered = False
 
     async def receive(self) -> Message:
-        """Read on; a client that is refused has left, as far as the application knows."""
+        """Read the next message; after a refusal, the application receives a disconnect."""
         message = await self._receive()
         refusal: Response | None = None
         if self._unpacker is not None and message["type"] == "http.request":
+            max_bytes = self._limit.max_bytes - self._num_read
             try:
-                message = self._unpacker.unpack(message, self._limit.max_bytes - self._num_read)
+                message = await asyncio.to_thread(self._unpacker.unpack, message, max_bytes)
             except zlib.error as error:
                 refusal = _damaged(error)
+            except _TooDenseError as error:
+                refusal = error_response(413, str(error), "request_too_large", headers=_CLOSE)
         self._num_read += len(message.get("body", b""))
         if self._num_read > self._limit.max_bytes:
             refusal = self._limit.refusal()
         if refusal is None:
             return message
+        if self._is_answered:  # by an endpoint that takes no body: discard the rest
+            return {**message, "body": b""}
         if not self._is_refused:
             self._is_refused = True
+            if message.get("more_body", False):
+                await read_off(self._receive, _MAX_READ_OFF)
             await refusal(self._scope, self._receive, self._send)
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Answer; the application answers a half-read request too, and nobody may hear that."""
+        """Send unless the request was refused: the application answers half-read requests too."""
         if not self._is_refused:
+            self._is_answered = True
             await self._send(message)
 
 
+class _TooDenseError(Exception):
+    """A compressed body expands too much, or has too many members."""
+
+
 class _Unpacker:
-    """Unpacks a body piece by piece."""
+    """Decompresses a body chunk by chunk, and limits its expansion."""
 
     def __init__(self, window_bits: int) -> None:
         self._window_bits = window_bits
         self._stream = zlib.decompressobj(window_bits)
-        self._is_begun = False
+        self._num_members = 1
+        self._num_packed = 0
+        self._num_made = 0
 
     def unpack(self, message: Message, max_bytes: int) -> Message:
-        """Unpack a piece, of which no more is made than `max_bytes` and one.
+        """Decompress a chunk, to at most `max_bytes` + 1 bytes.
 
         Raises:
-            zlib.error: the body is damaged, or ends too early.
+            zlib.error: the body is damaged or truncated.
+            _TooDenseError: the body has too many members, or expands too much.
         """
         packed: bytes = message.get("body", b"")
-        self._is_begun = self._is_begun or bool(packed)
+        self._num_packed += len(packed)
+        allowed = max(_ALWAYS_ALLOWED, _MAX_RATIO * self._num_packed) - self._num_made
+        made = self._made_of(packed, min(max_bytes, allowed))
+        self._num_made += len(made)
+        if len(made) > allowed and allowed < max_bytes:
+            raise _TooDenseError(
+                f"the body expands to more than {_MAX_RATIO} times its packed size; "
+                "send it uncompressed."
+            )
+        is_last = not message.get("more_body", False)
+        if is_last and self._num_packed and len(made) <= max_bytes and not self._stream.eof:
+            raise zlib.error("it ends too early")
+        return {**message, "body": made}
+
+    def _made_of(self, packed: bytes, max_bytes: int) -> bytes:
         made = bytearray()
         while packed and len(made) <= max_bytes:
-            if self._stream.eof:  # several streams in a row are one body
+            if self._stream.eof:  # concatenated members form one body
+                self._num_members += 1
+                if self._num_members > _MAX_MEMBERS:
+                    raise _TooDenseError(
+                        f"the body consists of more than {_MAX_MEMBERS} compressed members; "
+                        "compress it as one."
+                    )
                 self._stream = zlib.decompressobj(self._window_bits)
             made += self._stream.decompress(packed, max_bytes + 1 - len(made))
             packed = self._stream.unused_data
-        is_last = not message.get("more_body", False)
-        if is_last and self._is_begun and len(made) <= max_bytes and not self._stream.eof:
-            raise zlib.error("it ends too early")
-        return {**message, "body": bytes(made)}
+        return bytes(made)
 
 
 def _plain(scope: Scope) -> Scope:
-    """The scope of the same request with its body unpacked, whose length is not known."""
+    """Remove the headers that describe the compressed body."""
     inner = {**scope, "headers": list(scope["headers"])}
     headers = MutableHeaders(scope=inner)
     del headers["content-encoding"]
@@ -363,7 +413,7 @@ def _plain(scope: Scope) -> Scope:
 
 
 async def read_off(receive: Receive, max_bytes: int) -> None:
-    """Read a body for nothing: closed while it still comes, a connection loses the answer."""
+    """Read and discard a body: closing the connection during an upload loses the response."""
     num_read, is_more = 0, True
     while is_more and num_read <= max_bytes:
         message = await receive()

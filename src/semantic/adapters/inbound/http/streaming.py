@@ -1,8 +1,8 @@
-"""Replies on their way to a client: server-sent events, signs of life, an end when it leaves.
+"""Sends replies to clients: server-sent events, heartbeats, cancellation on disconnect.
 
-`ReplySet` reads all replies to one request and is the one loop that writes streams. A `FrameLog`
-keeps a stream for readers who come late or come back. Abandoned work is cancelled: it would stand
-in the queue before the same request, sent again.
+`ReplySet` reads all replies to one request and has the one loop that writes streams. A `FrameLog`
+keeps a stream for readers that connect late or reconnect. When a client disconnects, its replies
+are cancelled: otherwise they would delay the same request when the client retries.
 """
 
 import asyncio
@@ -18,51 +18,51 @@ from starlette.types import Receive, Scope, Send
 from semantic.domain.events import Event, Failed, ModelProgress, PrefillProgress
 from semantic.ports.inbound import Reply
 
-CLIENT_LEFT = 499  # nobody reads this answer
+CLIENT_LEFT = 499  # the client has disconnected; only the access log shows this status
 HEARTBEAT_S = 5.0
 WAITING = "waiting"
 Json: TypeAlias = dict[str, object]
 _T = TypeVar("_T")
-# Many clients split a stream by lines as Unicode has them, which end here too.
+# Many clients split a stream at every Unicode line end, so these are escaped.
 _LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 
 
 def data(payload: object) -> str:
-    """Frame a JSON payload."""
+    """Format a JSON payload as a server-sent event."""
     text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
     return f"data: {text if text.isascii() else text.translate(_LINE_ENDS)}\n\n"
 
 
 def named_event(event: str, payload: object) -> str:
-    """Frame a JSON payload with the event's name, for clients that go by it."""
+    """Format a JSON payload as a named server-sent event."""
     return f"event: {event}\n{data(payload)}"
 
 
 def comment(text: str) -> str:
-    """Frame a comment, which clients pass over."""
+    """Format a comment, which clients ignore."""
     return f": {text}\n\n"
 
 
 def progress_comment(progress: PrefillProgress | ModelProgress) -> str:
-    """What a comment says of what a client waits for: a model, or its prompt."""
+    """Return the text of a comment about the progress of a model load or a prefill."""
     if isinstance(progress, ModelProgress):
         return " ".join(progress.detail.split())
     return f"prefill {progress.done}/{progress.total}"
 
 
 class Cancellable(Protocol):
-    """A reply, or several."""
+    """One or more replies that can be cancelled."""
 
     def cancel(self) -> None:
-        """Stop computing, if it has not ended."""
+        """Stop computing, unless it has ended."""
 
 
 class Heartbeat:
-    """Nothing happened for a while."""
+    """Signals that no event came for `heartbeat_s` seconds."""
 
 
 class ReplySet:
-    """Replies that are read together and end together. Used on the event loop's thread."""
+    """Replies that are read and cancelled together. Use it on the event loop's thread."""
 
     def __init__(self, replies: Sequence[Reply], heartbeat_s: float | None = None) -> None:
         self._replies = tuple(replies)
@@ -82,10 +82,10 @@ class ReplySet:
         """Write all replies as server-sent events; the first failure ends them.
 
         Args:
-            write: Makes frames of the next event of a reply, by its number; empty for none.
-            opening: What comes first.
-            ping: What comes with the comment while nothing else does.
-            end: Makes the last frames, unless a reply failed.
+            write: Formats the next event of a reply, given the reply's index; empty for no frame.
+            opening: The first frames.
+            ping: Frames to send with each heartbeat comment.
+            end: Returns the last frames; not called if a reply failed.
         """
         progress = WAITING
         if opening:
@@ -106,15 +106,16 @@ class ReplySet:
             yield last
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """Yield the events of all replies with the number of the reply."""
+        """Yield the events of all replies, each with the index of its reply."""
         async for item in self.events_and_heartbeats():
             if not isinstance(item, Heartbeat):
                 yield item
 
     async def events_and_heartbeats(self) -> AsyncGenerator[tuple[int, Event] | Heartbeat, None]:
-        """Yield the same, and a `Heartbeat` whenever nothing came for a while.
+        """Yield the same, and a `Heartbeat` after every `heartbeat_s` seconds without an event.
 
-        Progress is no sign of life: it is not written out, and may come for minutes.
+        Progress events do not postpone the heartbeat: most protocols do not write them to the
+        stream, and a prefill can take minutes.
         """
         streams = [aiter(reply) for reply in self._replies]
         pending = {_next_of(stream): index for index, stream in enumerate(streams)}
@@ -143,7 +144,7 @@ class ReplySet:
             self.cancel()
 
     def cancel(self) -> None:
-        """Stop computing those that have not ended."""
+        """Cancel the replies that have not ended."""
         for reply in self._replies:
             reply.cancel()
 
@@ -156,7 +157,6 @@ def _next_of(stream: AsyncIterator[Event]) -> "asyncio.Task[Event]":
 
 
 def _result_of(task: "asyncio.Task[Event]") -> Event | None:
-    """The event a stream gave; None at its end."""
     try:
         return task.result()
     except StopAsyncIteration:
@@ -164,12 +164,12 @@ def _result_of(task: "asyncio.Task[Event]") -> Event | None:
 
 
 class FrameLog:
-    """Frames in their order; any number may read them while they are written.
+    """Frames in order; any number of readers may read while frames are appended.
 
-    Used on the event loop's thread.
+    Use it on the event loop's thread.
 
     Attributes:
-        progress: What readers are told while nothing else comes.
+        progress: The text of the heartbeat comment.
     """
 
     def __init__(self, heartbeat_s: float = HEARTBEAT_S) -> None:
@@ -180,17 +180,17 @@ class FrameLog:
         self._changed = asyncio.Event()
 
     def append(self, frame: str) -> None:
-        """Add a frame."""
+        """Append a frame, and wake the readers."""
         self._frames.append(frame)
         self._tell()
 
     def end(self) -> None:
-        """Say that no more will come."""
+        """Mark the log as complete, and wake the readers."""
         self._is_ended = True
         self._tell()
 
     async def read(self, start: int = 0) -> AsyncIterator[str]:
-        """Yield all frames from number `start` on, and a comment whenever none came for a while."""
+        """Yield all frames from index `start`, and heartbeat comments while none arrive."""
         while True:
             while start < len(self._frames):
                 yield self._frames[start]
@@ -209,9 +209,9 @@ class FrameLog:
 
 
 class EventStream(StreamingResponse):
-    """A stream that no proxy holds back.
+    """A server-sent event stream that proxies do not buffer.
 
-    It cancels its reply however it ends, even before its first frame was asked for.
+    It cancels its reply however it ends, even if no frame was sent.
     """
 
     def __init__(self, frames: AsyncIterator[str], reply: Cancellable | None = None) -> None:
@@ -220,7 +220,7 @@ class EventStream(StreamingResponse):
         self._reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream; a client that leaves cancels its reply."""
+        """Send the stream, then cancel the reply."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -231,7 +231,7 @@ class EventStream(StreamingResponse):
 async def answer(
     http: Request, body: Coroutine[None, None, object], replies: Cancellable
 ) -> Response:
-    """Answer with a body once it is made, unless the client goes away first."""
+    """Respond with the body once it is complete; stop if the client disconnects first."""
     try:
         made = await unless_disconnected(body, http)
     finally:
@@ -240,7 +240,7 @@ async def answer(
 
 
 async def unless_disconnected(work: Coroutine[Any, Any, _T], http: Request) -> _T | None:
-    """Wait for some work, unless the client goes away first: then it is cancelled."""
+    """Await some work; cancel it and return None if the client disconnects first."""
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_disconnected(http))
     try:
@@ -257,6 +257,6 @@ async def _disconnected(http: Request) -> None:
 
 
 def reply_or_stream(body: Any) -> dict[int | str, dict[str, Any]]:
-    """Document an answer that is an object, or a stream of events."""
+    """Document a response that is an object or a stream of events."""
     stream = {"text/event-stream": {"schema": {"description": "Server-sent events."}}}
     return {200: {"model": body, "content": stream, "description": "The reply."}}

@@ -1,6 +1,6 @@
-"""Replies as OpenAI's chat completions and older completions, whole or as a stream of chunks.
+"""Writes replies as OpenAI's chat completions and older completions, whole or as chunks.
 
-A `ReplyForm` knows how one protocol shows a choice; `collect` and `stream` do the rest.
+A `ReplyForm` formats the choices of one protocol; `collect` and `stream` do the rest.
 """
 
 import codecs
@@ -42,31 +42,31 @@ _FINISH_REASONS = {
 _IMPOSSIBLE = -9999.0
 
 
-# -- what clients read: what is always there; replies may hold more -----------------------------
+# -- response bodies: the fields that are always present; replies may have more ----------------
 
 
 class PromptDetails(TypedDict):
-    """Of the prompt's tokens."""
+    """Details of the prompt tokens."""
 
     cached_tokens: Count
     cache_write_tokens: Count
 
 
 class OutputDetails(TypedDict):
-    """Of the reply's tokens."""
+    """Details of the reply's tokens."""
 
     reasoning_tokens: Count
 
 
 class CompletionDetails(OutputDetails):
-    """Of the reply's tokens, those that were drafted (speculative decoding)."""
+    """Details of the reply's tokens, with the draft tokens of speculative decoding."""
 
     accepted_prediction_tokens: Count
     rejected_prediction_tokens: Count
 
 
 class ReplyUsage(TypedDict):
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: Positive
     completion_tokens: Count
@@ -124,14 +124,14 @@ class _Reply(TypedDict):
 
 
 class ChatCompletion(_Reply):
-    """The answer of `/v1/chat/completions`."""
+    """The response of `/v1/chat/completions`."""
 
     object: Literal["chat.completion"]
     choices: Annotated[list[_ChatChoice], Field(min_length=1)]
 
 
 class Completion(_Reply):
-    """The answer of `/v1/completions`."""
+    """The response of `/v1/completions`."""
 
     object: Literal["text_completion"]
     choices: Annotated[list[_CompletionChoice], Field(min_length=1)]
@@ -142,7 +142,7 @@ class Completion(_Reply):
 
 @dataclass(slots=True)
 class CollectedReply:
-    """One reply while it is collected."""
+    """One reply, collected from its events."""
 
     text: list[str] = field(default_factory=list)
     thinking: list[str] = field(default_factory=list)
@@ -152,7 +152,7 @@ class CollectedReply:
     finished: Finished | None = None
 
     def add(self, event: Event) -> None:
-        """Take the next event.
+        """Add the next event.
 
         Raises:
             SemanticError: the reply failed.
@@ -176,7 +176,7 @@ class CollectedReply:
                 pass
 
     def message(self) -> _ReplyMessage:
-        """The assistant's message; one of calls alone has no content."""
+        """The assistant's message; `content` is null if it has only tool calls."""
         text = "".join(self.text)
         message: _ReplyMessage = {"role": "assistant", "content": text, "refusal": None}
         if self.thinking:
@@ -190,13 +190,13 @@ class CollectedReply:
 
 
 class ReplyForm(Protocol):
-    """How replies are shown.
+    """The format of one protocol's replies.
 
     Attributes:
-        prefix: Of ids.
-        kind: What the object calls itself, whole.
-        chunk_kind: And in a stream.
-        num_replies: How many replies each prompt has.
+        prefix: Prefix of ids.
+        kind: The field `object` of a whole reply.
+        chunk_kind: The field `object` of a chunk.
+        num_replies: The number of replies to each prompt.
     """
 
     prefix: str
@@ -205,14 +205,14 @@ class ReplyForm(Protocol):
     num_replies: int
 
     def whole(self, index: int, reply: CollectedReply) -> Json:
-        """The choice of a whole reply."""
+        """Format the choice of a whole reply."""
 
     def chunk(self, index: int, event: Event) -> Json | None:
-        """What an event adds to a choice; None if nothing."""
+        """Format what an event adds to a choice; None if it adds nothing."""
 
 
 async def collect(replies: ReplySet, form: ReplyForm) -> Json:
-    """Wait for all replies and make one object of them.
+    """Wait for all replies and build one object from them.
 
     Raises:
         SemanticError: one of them failed.
@@ -233,13 +233,13 @@ async def collect(replies: ReplySet, form: ReplyForm) -> Json:
 
 
 def stream(replies: ReplySet, form: ReplyForm, *, has_usage: bool) -> AsyncIterator[str]:
-    """Write all replies as server-sent events."""
+    """Yield all replies as server-sent events."""
     writer = _ChunkWriter(form, has_usage=has_usage)
     return replies.frames(writer.write, end=writer.end)
 
 
 class _ChunkWriter:
-    """Replies as chunks; those that ended are counted at the end, where that is wanted."""
+    """Writes replies as chunks, and the usage at the end if the request wants it."""
 
     def __init__(self, form: ReplyForm, *, has_usage: bool) -> None:
         self._form = form
@@ -248,7 +248,6 @@ class _ChunkWriter:
         self._finished: dict[int, Finished] = {}
 
     async def write(self, index: int, event: Event) -> str:
-        """Make a frame of the next event; empty for none."""
         match event:
             case Started() if not self._head:
                 self._head = _head(event, self._form.prefix, self._form.chunk_kind)
@@ -266,7 +265,6 @@ class _ChunkWriter:
         return streaming.data({**self._head, "choices": [choice], **durable})
 
     def end(self) -> str:
-        """Make the last frames."""
         done = "data: [DONE]\n\n"
         if not self._has_usage:
             return done
@@ -286,16 +284,16 @@ class ChatForm:
         self.num_replies = num_replies
 
     def whole(self, index: int, reply: CollectedReply) -> Json:
-        """The choice of a whole reply."""
+        """Format the choice of a whole reply."""
         return _choice(index, {"message": reply.message()}, reply.finished, reply.scored)
 
     def chunk(self, index: int, event: Event) -> Json | None:
-        """What an event adds to a choice; None if nothing."""
+        """Format what an event adds to a choice; None if it adds nothing."""
         delta: Json
         match event:
             case Started():
-                # Empty text would open a text part in clients, also where only calls follow;
-                # others add up whatever `content` they find, and null is no text.
+                # No `content`: with empty text, some clients open a text part even if only calls
+                # follow; others concatenate every `content`, and null is not text.
                 delta = {"role": "assistant", "refusal": None}
             case TextDelta():
                 return _choice(index, {"delta": {"content": event.text}}, None, event.logprobs)
@@ -314,11 +312,11 @@ class ChatForm:
 
 
 class CompletionForm:
-    """Older completions; see `ReplyForm`. Knows how long each text is so far.
+    """Older completions; see `ReplyForm`. Counts the characters of each text for its offsets.
 
     Args:
         body: The request.
-        echoes: What stands before each prompt's replies.
+        echoes: The text before the replies to each prompt.
     """
 
     prefix = "cmpl"
@@ -329,16 +327,16 @@ class CompletionForm:
         self._has_logprobs = body.logprobs is not None
         self._echoes = [echo for echo in echoes for _ in range(body.num_replies)]
         self._num_characters = [len(echo) for echo in self._echoes]
-        # A character may be spread over several tokens, and counts once it is complete.
+        # A character may span several tokens, and counts once it is complete.
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._echoes]
 
     def whole(self, index: int, reply: CollectedReply) -> Json:
-        """The choice of a whole reply."""
+        """Format the choice of a whole reply."""
         text = "".join([self._echoes[index], *reply.text])
         return self._choice(index, text, reply.scored, reply.finished)
 
     def chunk(self, index: int, event: Event) -> Json | None:
-        """What an event adds to a choice; None if nothing."""
+        """Format what an event adds to a choice; None if it adds nothing."""
         match event:
             case Started() if self._echoes[index]:
                 return self._choice(index, self._echoes[index])
@@ -379,7 +377,7 @@ class CompletionForm:
         }
 
 
-# -- pieces -------------------------------------------------------------------------------------
+# -- helpers ------------------------------------------------------------------------------------
 
 
 def _head(started: Started, prefix: str, kind: str) -> Json:
@@ -410,7 +408,7 @@ def _call(call: ToolCallStarted, arguments: str) -> _ToolCall:
 
 
 def scored_json(token: ScoredToken) -> Json:
-    """A token with its log-probability and those of the likeliest in its place."""
+    """Format a token with its log-probability and those of the likeliest alternatives."""
     top = [_token(text, logprob) for text, logprob in token.top]
     return {**_token(token.text, token.logprob), "top_logprobs": top}
 
@@ -424,12 +422,12 @@ def _decoded(text: bytes) -> str:
 
 
 def _finite(logprob: float) -> float:
-    """A log-probability that JSON can spell: OpenAI's number for the impossible."""
+    """Replace minus infinity, which JSON cannot express, with OpenAI's -9999."""
     return max(logprob, _IMPOSSIBLE)
 
 
 def _usage(finished: Sequence[Finished], num_replies: int) -> ReplyUsage:
-    """Tokens of all replies; those to one prompt, which lie together, count it once."""
+    """Sum the tokens of all replies. Replies to one prompt are adjacent, and count it once."""
     usages = [event.usage for event in finished]
     prompts = usages[::num_replies]
     num_prompt = sum(usage.prompt_tokens for usage in prompts)

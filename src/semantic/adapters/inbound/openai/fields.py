@@ -1,7 +1,7 @@
-"""What OpenAI's request bodies have in common, and what their clients' headers say.
+"""Fields that OpenAI's request bodies share, and the headers that identify a client's agent.
 
-Unknown fields are ignored, as OpenAI's own servers do; fields we know and cannot honour are
-refused by name. A value must have the type JSON gives it: no number comes from a string.
+Unknown fields are ignored, as on OpenAI's own servers; known fields that the server cannot honour
+are refused by name. A value must have the right JSON type: strings are not converted to numbers.
 """
 
 import json
@@ -21,13 +21,14 @@ from semantic.domain.chat import (
     OutputFormat,
     RegexFormat,
     Thinking,
+    unparsed_arguments,
 )
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import SamplingParams, StopRules
 
-MAX_REPLIES = 128  # of one request
+MAX_REPLIES = 128  # per request
 _CALL_PREFIX = "call_"
-# What other servers constrain replies by and this one cannot: ignored it would give a wrong reply.
+# Constraints of other servers that this one lacks; ignoring them would give wrong replies.
 _UNSUPPORTED = {
     "grammar": "GBNF is not supported; send json_schema or structured_outputs.",
     "guided_json": "send structured_outputs.json instead.",
@@ -41,21 +42,21 @@ _UNSUPPORTED = {
     "use_beam_search": "it is not supported; leave it out.",
     "logits_processors": "they are not supported; leave them out.",
 }
-_NOTHING: tuple[object, ...] = (None, "", 0, [])  # as clients spell that they constrain nothing
+_NOTHING: tuple[object, ...] = (None, "", 0, [])  # clients send these for "no constraint"
 
-# Keys of a JSON object are strings, whatever they mean.
+# Keys of a JSON object are strings, so these are converted.
 _TokenId = Annotated[int, Strict(False)]
 _HeaderText = Annotated[str | None, Header()]
 
 
 class StreamOptions(Schema):
-    """What a stream carries besides the reply."""
+    """What a stream contains besides the reply."""
 
     include_usage: bool | None = None
 
 
 class StructuredOutputs(Schema):
-    """The form of the reply as clients of vLLM ask for it: exactly one of its fields."""
+    """The output format as clients of vLLM send it: exactly one of the fields is set."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -66,10 +67,10 @@ class StructuredOutputs(Schema):
 
     @property
     def kind(self) -> str:
-        """The field that is given.
+        """The name of the field that is set.
 
         Raises:
-            InvalidRequestError: none is, or several, or one that cannot be honoured.
+            InvalidRequestError: none or several are set, or one that is not supported.
         """
         for name in ("grammar", "structural_tag"):
             refuse(getattr(self, name), f"structured_outputs.{name}", "it is not supported.")
@@ -85,7 +86,7 @@ class StructuredOutputs(Schema):
         return chosen[0]
 
     def to_domain(self) -> OutputFormat:
-        """Translate to our terms."""
+        """Translate to an output format."""
         match self.kind:
             case "regex":
                 return RegexFormat(self.regex or "")
@@ -109,7 +110,7 @@ class StructuredOutputs(Schema):
 
 
 class RequestFields(Schema):
-    """Who asks which model, how it samples, and when it stops."""
+    """Model, sampling, stop rules, output format, and the client's session."""
 
     model: str | None = None
     stream: bool | None = None
@@ -142,14 +143,14 @@ class RequestFields(Schema):
     logits_processors: Any = None
 
     def form(self, own: OutputFormat | None, param: str) -> OutputFormat | None:
-        """The form of the reply, asked for in a protocol's own way, in vLLM's or in llama.cpp's.
+        """The output format, from the protocol's own field, vLLM's or llama.cpp's.
 
         Args:
-            own: What the protocol's own field says.
+            own: The format in the protocol's own field.
             param: The name of that field.
 
         Raises:
-            InvalidRequestError: more than one is given, or it cannot be honoured.
+            InvalidRequestError: more than one is given, or one is not supported.
         """
         for name, why in _UNSUPPORTED.items():
             refuse(getattr(self, name) not in _NOTHING, name, why)
@@ -165,19 +166,19 @@ class RequestFields(Schema):
         return forms[chosen[0]] if chosen else None
 
     def form_param(self, param: str) -> str:
-        """What the client called the field that gives the reply's form."""
+        """The name of the field in which the client sent the output format."""
         if self.json_schema is not None:
             return "json_schema"
         wanted = self.structured_outputs
         return f"structured_outputs.{wanted.kind}" if wanted else param
 
     def hint(self, headers: AgentHint) -> AgentHint:
-        """Who is asking, by headers and body."""
+        """The client's agent and session, from headers and body."""
         key = headers.client_key or self.prompt_cache_key
         return replace(headers, session=self.session_id, client_key=key)
 
     def sampling(self, top_logprobs: int | None) -> SamplingParams:
-        """Translate how tokens are chosen.
+        """Translate the sampling parameters.
 
         Raises:
             InvalidRequestError: a value is out of its range.
@@ -186,7 +187,7 @@ class RequestFields(Schema):
         return sampling_of(self, top_logprobs=top_logprobs, logit_bias=bias)
 
     def stop_rules(self, max_tokens: int | None) -> StopRules:
-        """Translate when the reply ends.
+        """Translate the rules that end the reply.
 
         Raises:
             InvalidRequestError: a stop string is empty, or there are too many.
@@ -206,12 +207,12 @@ def client_hint(
     session_id: _HeaderText = None,
     x_session_affinity: _HeaderText = None,
 ) -> AgentHint:
-    """Read who is asking off the headers.
+    """Read the client's agent and session from the headers.
 
-    A thread is one agent's; a session may be shared by several.
+    The thread comes first: it belongs to one agent, while several may share a session.
 
     Raises:
-        InvalidRequestError: the agent's id cannot name one.
+        InvalidRequestError: the agent's id is invalid.
     """
     if x_agent_id is not None:
         check_agent_id(x_agent_id, "X-Agent-ID")
@@ -223,28 +224,28 @@ Hint: TypeAlias = Annotated[AgentHint, Depends(client_hint)]
 
 
 def thinking_of(effort: str | None) -> Thinking | None:
-    """Whether to think, by how much effort is asked for."""
+    """Translate a reasoning effort: `none` disables thinking, any other value enables it."""
     return None if effort is None else Thinking(is_enabled=effort != "none")
 
 
 def outer_call_id(call_id: str) -> str:
-    """A call's id as OpenAI's clients know it."""
+    """Add the prefix that call ids have for OpenAI's clients."""
     return f"{_CALL_PREFIX}{call_id}"
 
 
 def inner_call_id(call_id: str) -> str:
-    """Undo `outer_call_id`; ids that others made stay as they are."""
+    """Undo `outer_call_id`; ids without the prefix are unchanged."""
     return call_id.removeprefix(_CALL_PREFIX)
 
 
 def call_arguments(text: str) -> JsonObject:
-    """Parse a call's arguments as a client sends them again.
+    """Parse the arguments of an earlier call that a client sends back.
 
-    What is not an object was cut short or made elsewhere; it is shown as it is rather than refused,
-    since it would be refused in every later turn too.
+    Text that is not an object was cut off or comes from another server. It goes into the prompt
+    unchanged, because an error would repeat in every later turn.
     """
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        return {"arguments": text}
+        return unparsed_arguments(text)
     return value if isinstance(value, dict) else {"arguments": value}

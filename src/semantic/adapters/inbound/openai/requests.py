@@ -1,4 +1,4 @@
-"""OpenAI's requests for chat and for older completions, and their translation to ours."""
+"""Request bodies of OpenAI's chat and older completions, and their translation."""
 
 import re
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import MAX_TOP_LOGPROBS
 
 _TOOL_PARAMETERS = re.compile(r"(tools\[\d+\])\.(parameters)")
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 _MAX_IDS = 2_000_000
 _Ids: TypeAlias = list[StrictInt]
 _Prompt: TypeAlias = StrictStr | _Ids | list[StrictStr] | list[_Ids]
@@ -105,7 +105,7 @@ class ChatMessage(VariantSchema):
     tool_call_id: str | None = None
 
     def to_domain(self) -> Message:
-        """Translate; `developer` is OpenAI's newer word for `system`."""
+        """Translate to a message; `developer` is OpenAI's newer name for `system`."""
         content = self._content()
         if self.role == "tool":
             return Message(
@@ -133,19 +133,19 @@ class ChatMessage(VariantSchema):
 
 
 class _RepliesFields(RequestFields):
-    """What may ask for several replies, each a choice."""
+    """Fields of bodies that can request several replies, each a choice."""
 
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_REPLIES)
 
     @property
     def num_replies(self) -> int:
-        """How many replies each prompt gets."""
+        """The number of replies to each prompt."""
         return self.n or 1
 
     @property
     def has_usage(self) -> bool:
-        """Whether a stream is to end with its usage."""
+        """Whether a stream ends with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -158,7 +158,7 @@ class _JsonSchema(Schema):
 class _ResponseFormat(Schema):
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: _JsonSchema | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")  # as llama.cpp has it
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # as in llama.cpp
 
     def to_domain(self) -> OutputFormat | None:
         nested = self.json_schema
@@ -252,10 +252,10 @@ class ChatCompletionRequest(_RepliesFields):
         return limit_parts(value, "parts of content")
 
     def to_domain(self, headers: AgentHint) -> ChatRequest:
-        """Translate to our terms.
+        """Translate to a chat request.
 
         Raises:
-            InvalidRequestError: a field has a value we cannot honour.
+            InvalidRequestError: the server cannot honour the value of a field.
         """
         refuse(self.functions, "functions", "functions are not supported; send tools.")
         refuse(
@@ -283,7 +283,7 @@ class ChatCompletionRequest(_RepliesFields):
         )
 
     def client_param(self, param: str | None) -> str | None:
-        """Return our name of a field as this client spelled it."""
+        """Translate our name of a field to the one that the client used."""
         is_newer = param == "max_tokens" and self.max_completion_tokens is not None
         if is_newer:
             return "max_completion_tokens"
@@ -292,7 +292,10 @@ class ChatCompletionRequest(_RepliesFields):
         return param and _TOOL_PARAMETERS.sub(r"\1.function.\2", param)
 
     def _is_continued(self, messages: Sequence[Message]) -> bool:
-        """Whether the reply goes on with the last message; said so, or as llama.cpp does."""
+        """Whether the reply continues the last message.
+
+        Unless the request says otherwise, it does so whenever it can, as in llama.cpp.
+        """
         is_new = self.add_generation_prompt
         choice = self.continue_final_message
         refuse(
@@ -333,7 +336,7 @@ class CompletionRequest(_RepliesFields):
     @field_validator("prompt", mode="before")
     @classmethod
     def _check_prompt(cls, value: object) -> object:
-        """Say what is wrong with a prompt once, not for every type it could have been."""
+        """Report one error for an invalid prompt, not one for each type it could have."""
         entries: list[Any] = value if isinstance(value, list) else [value]
         kinds = {type(entry) for entry in entries}
         is_known = kinds in ({str}, {int}) or (
@@ -348,7 +351,7 @@ class CompletionRequest(_RepliesFields):
 
     @property
     def prompts(self) -> list[str | tuple[int, ...]]:
-        """The prompts, each as text or as ids."""
+        """The prompts, each as text or as token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -358,10 +361,10 @@ class CompletionRequest(_RepliesFields):
         return [p if isinstance(p, str) else tuple(p) for p in prompt if not isinstance(p, int)]
 
     def to_domain(self, headers: AgentHint) -> list[ChatRequest]:
-        """Translate to our terms, a request for each prompt.
+        """Translate to one chat request for each prompt.
 
         Raises:
-            InvalidRequestError: a field has a value we cannot honour.
+            InvalidRequestError: the server cannot honour the value of a field.
         """
         refuse(self.suffix, "suffix", "suffix is not supported: models only continue a text.")
         refuse(
@@ -394,7 +397,7 @@ class CompletionRequest(_RepliesFields):
         ]
 
     def client_param(self, param: str | None) -> str | None:
-        """Return our name of a field as this client spelled it."""
+        """Translate our name of a field to the one that the client used."""
         if param == "response_format":
             return self.form_param(param)
         return "prompt" if param == "messages" else param

@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions, older Completions, Embeddings and Models, over the inbound ports."""
+"""Endpoints of OpenAI's Chat Completions, older Completions, Embeddings and Models."""
 
 import asyncio
 import base64
@@ -50,13 +50,13 @@ from semantic.domain.chat import ChatRequest
 from semantic.domain.errors import InvalidRequestError
 from semantic.ports.inbound import EmbeddingRequest, InferencePort, ModelState, ModelStatus, Reply
 
-_MAX_INPUTS = 2048  # as at OpenAI
+_MAX_INPUTS = 2048  # OpenAI's limit
 
 _Tokens = list[Annotated[int, Field(ge=0)]]
 
 
 class EmbeddingsRequest(Schema):
-    """The body: one text or several, as text or as token ids."""
+    """The body of `POST /v1/embeddings`: one text or several, as text or as token ids."""
 
     model_config = example({"input": ["a red apple", "a green pear"]})
 
@@ -66,10 +66,10 @@ class EmbeddingsRequest(Schema):
     encoding_format: Literal["float", "base64"] | None = None
 
     def to_domain(self) -> EmbeddingRequest:
-        """Translate.
+        """Translate to an embedding request.
 
         Raises:
-            InvalidRequestError: there are none, or too many.
+            InvalidRequestError: there are no inputs, or too many.
         """
         given: list[Any] = [self.input] if isinstance(self.input, str) else list(self.input)
         if given and isinstance(given[0], int):
@@ -91,7 +91,7 @@ class Embedding(TypedDict):
 
 
 class EmbeddingUsage(TypedDict):
-    """Tokens of all texts."""
+    """Token counts over all texts."""
 
     prompt_tokens: int
     total_tokens: int
@@ -109,11 +109,11 @@ class EmbeddingList(TypedDict):
 def add_embeddings(
     router: APIRouter, inference: InferencePort, principal: Callable[[], Principal]
 ) -> None:
-    """Serve the endpoint on behalf of a principal."""
+    """Serve `/embeddings`; `principal` returns the caller of the current request."""
 
     @router.post("/embeddings", response_model=None, responses={200: {"model": EmbeddingList}})
     async def embeddings(body: EmbeddingsRequest, http: Request) -> Response:
-        """The mean of the model's last hidden states over each text, scaled to length 1."""
+        """Return the mean of the model's last hidden states over each text, scaled to length 1."""
         work = inference.embed(body.to_domain(), principal())
         made = await unless_disconnected(work, http)
         if made is None:
@@ -174,7 +174,7 @@ class ModelList(TypedDict):
 def openai_router(
     inference: InferencePort, models: ModelRegistry, principal: Callable[[], Principal]
 ) -> APIRouter:
-    """Serve the endpoints under `/v1` on behalf of a principal."""
+    """Serve the endpoints under `/v1`; `principal` returns the caller of the current request."""
     router = APIRouter(prefix="/v1", tags=["openai"], responses=refusals("4XX", 503, 504))
     _add_replies(router, inference, principal)
     add_embeddings(router, inference, principal)
@@ -220,7 +220,7 @@ def _add_models(router: APIRouter, models: ModelRegistry) -> None:
     async def list_models(
         anthropic_version: Annotated[str | None, Header()] = None,
     ) -> ModelList | AnthropicModelPage:
-        """The models that requests may name, in the format of the caller's vendor."""
+        """List the models that requests may name, in the format of the caller's vendor."""
         found = await asyncio.to_thread(models.models)
         if anthropic_version:
             return models_page(found)
@@ -255,7 +255,7 @@ async def _reply(
 
 
 def repeat(request: ChatRequest, num_replies: int) -> list[ChatRequest]:
-    """Repeat a request; each gets a seed of its own, the first the one that was given."""
+    """Repeat a request; if it has a seed, the first keeps it and the others get new ones."""
     seed = request.sampling.seed
     if seed is None:
         return [request] * num_replies
@@ -267,7 +267,7 @@ def repeat(request: ChatRequest, num_replies: int) -> list[ChatRequest]:
 async def start_all(
     inference: InferencePort, requests: Iterable[ChatRequest], principal: Principal
 ) -> ReplySet:
-    """Start requests; if one is refused or fails to start, none runs.
+    """Start all requests; if one is refused or fails to start, cancel the others.
 
     Raises:
         SemanticError: see `InferencePort.start`.

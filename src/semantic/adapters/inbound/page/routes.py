@@ -1,6 +1,6 @@
-"""The greeting at `/`: a page for browsers, a few lines for programs; and the files of the page.
+"""Serves `/` (the page for browsers, JSON for programs), the page's files, and `/docs`.
 
-All files are read once, at the start: nothing that a request names is ever opened. `/docs` shows
+All files are read once at startup, so no request can make the server open a file. `/docs` shows
 every endpoint as plain HTML.
 """
 
@@ -23,7 +23,7 @@ from semantic import __version__
 from semantic.adapters.inbound.http.errors import error_response
 from semantic.ports.inbound import ModelStatus
 
-# Scripts, styles and answers come from this server alone; nobody may frame the page.
+# Scripts, styles and data come from this server alone; no site may frame the page.
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -33,7 +33,7 @@ _HEADERS: Final = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-cache",  # asked for each time, and sent when it changed
+    "cache-control": "no-cache",  # the browser revalidates each time
 }
 _INDEX: Final = "index.html"
 _TYPES: Final = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
@@ -52,7 +52,6 @@ class _File:
     etag: str
 
     def answer(self, http: Request) -> Response:
-        """The file, or that the browser has it."""
         headers = {**_HEADERS, "etag": self.etag}
         if http.headers.get("if-none-match") == self.etag:
             return Response(status_code=304, headers=headers)
@@ -63,7 +62,7 @@ def page_router(current_model: Callable[[], ModelStatus]) -> APIRouter:
     """Serve the page.
 
     Args:
-        current_model: What is served.
+        current_model: Returns the status of the served model.
     """
     router = APIRouter(include_in_schema=False)
     static = dict(_read(files(__package__) / "static"))
@@ -101,8 +100,8 @@ def _read(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, _File]]:
 
 # -- the page at `/docs` --------------------------------------------------------------------------
 
-# FastAPI's own pages load a viewer from a CDN: they need the internet, and tell it that somebody
-# looks. A browser asks nobody else for anything here.
+# FastAPI's own pages load a viewer from a CDN: they need the internet, and disclose the visit.
+# This page loads nothing from other hosts.
 _DOCS_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
@@ -120,10 +119,10 @@ _EXAMPLE_FILE = "coder.agent"
 
 
 def docs_router(document: Callable[[], dict[str, Any]]) -> APIRouter:
-    """Serve it.
+    """Serve the API reference at `/docs`.
 
     Args:
-        document: Makes the OpenAPI document.
+        document: Returns the OpenAPI document.
     """
     router = APIRouter()
 
@@ -169,17 +168,17 @@ def _operation(
 
 
 def _body_of(operation: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
-    """The schema of an operation's JSON; empty without."""
+    """The schema of an operation's JSON body; empty if it has none."""
     content = operation.get("requestBody", {}).get("content", {})
     schema: dict[str, Any] = content.get("application/json", {}).get("schema", {})
-    schema = schema.get("anyOf", [schema])[0]  # one that may be absent
+    schema = schema.get("anyOf", [schema])[0]  # an optional body
     name = schema.get("$ref", "").rpartition("/")[2]
     found: dict[str, Any] = document["components"]["schemas"].get(name, {})
     return found
 
 
 def _command(method: str, url: str, body: dict[str, Any]) -> str:
-    """A call to copy, with the first example there is."""
+    """A curl command with the first example of the body."""
     place = shlex.quote(url)
     command = f"curl {place}" if method == "GET" else f"curl -X {method} {place}"
     for example in body.get("examples", ())[:1]:
@@ -189,7 +188,7 @@ def _command(method: str, url: str, body: dict[str, Any]) -> str:
 
 
 def _file_of(operation: dict[str, Any]) -> str:
-    """Where a call takes a file from, or where it puts one; empty without."""
+    """The curl option that uploads or saves a file; empty if the operation has none."""
     if _is_file(operation.get("requestBody", {})):
         return f" --data-binary @{_EXAMPLE_FILE}"
     return f" -o {_EXAMPLE_FILE}" if _is_file(operation["responses"].get("200", {})) else ""

@@ -1,4 +1,4 @@
-"""A reply as an OpenAI response: the object as it grows, and the events that tell of it."""
+"""Translates a reply to an OpenAI response object and its stream events."""
 
 import json
 import secrets
@@ -44,7 +44,7 @@ _CUT_SHORT = (FinishReason.MAX_TOKENS, FinishReason.CONTEXT_FULL)
 _LIMITS = (RateLimitedError, QuotaExceededError, PoolExhaustedError)
 
 
-# -- what clients read: what is always there; a response may hold more --------------------------
+# -- response bodies: the fields that are always present; a response may have more -------------
 
 
 class _Usage(TypedDict):
@@ -93,7 +93,7 @@ class ResponseBody(TypedDict):
 
 
 class DeletedResponse(TypedDict):
-    """The answer to a delete."""
+    """The result of a delete."""
 
     id: str
     object: Literal["response"]
@@ -101,7 +101,7 @@ class DeletedResponse(TypedDict):
 
 
 class ItemList(TypedDict):
-    """A page of the items that a response was asked with."""
+    """A page of a response's input items."""
 
     object: Literal["list"]
     data: list[Json]
@@ -111,7 +111,7 @@ class ItemList(TypedDict):
 
 
 class InputTokens(TypedDict):
-    """How many tokens a prompt has."""
+    """The number of tokens of a prompt."""
 
     object: Literal["response.input_tokens"]
     input_tokens: Positive
@@ -120,7 +120,7 @@ class InputTokens(TypedDict):
 # -- a response, while it is written ------------------------------------------------------------
 
 
-# What each kind of item writes, as the names of its events have it, and how its ids begin.
+# For each kind of item: the middle of its events' names, and the prefix of its ids.
 _WRITTEN = {
     "reasoning": "reasoning_text",
     "message": "output_text",
@@ -147,16 +147,16 @@ class _Item:
 
     @property
     def place(self) -> Json:
-        """Where what it writes goes: a call's arguments are no content part."""
+        """The position in its events; a call's arguments are not a content part."""
         content = {} if self.kind == "function_call" else {"content_index": 0}
         return {"item_id": self.id, "output_index": self.index, **content}
 
     def scored(self, logprobs: list[Json]) -> Json:
-        """Of an event, what it says of tokens; only text is scored."""
+        """The field `logprobs` of an event; only messages have it."""
         return {"logprobs": logprobs} if self.kind == "message" else {}
 
     def part(self, text: str | None = None) -> Json:
-        """The content part of a reasoning or message item; its own text if none is given."""
+        """The content part of a reasoning or message item, by default with its text so far."""
         text = self.text if text is None else text
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
@@ -164,7 +164,7 @@ class _Item:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def json(self, status: str) -> Json:
-        """It as it stands; empty while it is in progress."""
+        """The item as JSON, without content while it is in progress."""
         is_begun = status != "in_progress"
         if self.kind == "reasoning":
             item: Json = {"id": self.id, "type": "reasoning", "summary": [], "status": status}
@@ -186,18 +186,18 @@ class _Item:
 
 
 class ResponseWriter:
-    """Turns one reply's events into a response. Not thread-safe.
+    """Translates one reply's events to a response. Not thread-safe.
 
     Attributes:
-        response: The response as it stands.
+        response: The response so far.
     """
 
     def __init__(self, settings: Json, *, wants_handles: bool = False) -> None:
-        """Begin.
+        """Create a writer.
 
         Args:
-            settings: What the response repeats of its request.
-            wants_handles: Thinking comes with a handle that stands for it.
+            settings: The settings of the request, which the response repeats.
+            wants_handles: Whether reasoning items include the handle of their thinking.
         """
         self.response: Json = settings
         self._wants_handles = wants_handles
@@ -208,7 +208,7 @@ class ResponseWriter:
         self._told: list[Json] = []
 
     def feed(self, event: Event) -> list[Json]:
-        """Take the next event of the reply; returns the events that tell of it."""
+        """Add the next event of the reply; return the stream events for it."""
         match event:
             case Started():
                 self._start(event)
@@ -232,12 +232,12 @@ class ResponseWriter:
                 self._close("completed")
             case ToolCallStarted():
                 self._open("function_call", event)
-            case ToolCallDelta() if self._item and self._item.kind == "function_call":
+            case ToolCallDelta() if self._is_in_call:
                 self._write("function_call", event.arguments)
             case ToolCallEnded():
                 self._close("completed")
 
-    # -- the whole ------------------------------------------------------------------------------
+    # -- the response ---------------------------------------------------------------------------
 
     def _start(self, started: Started) -> None:
         head = self._head(started.request_id, started.model)
@@ -277,14 +277,20 @@ class ResponseWriter:
         self._end("failed", {"error": failure})
 
     def _end(self, status: str, ending: Json) -> None:
-        if not self._request_id:  # it ended before its model was there
+        if not self._request_id:  # it ended before its model was loaded
             asked = str(self.response.get("model") or "")
             self.response = self._head(secrets.token_hex(12), asked) | self.response
-        self._close("completed" if status == "completed" else "incomplete")
+        is_whole = status == "completed" and not self._is_in_call
+        self._close("completed" if is_whole else "incomplete")
         self.response |= {"status": status, **ending}
         if status == "completed":
             self.response["completed_at"] = int(time.time())
         self._tell_all(f"response.{'incomplete' if status == 'cancelled' else status}")
+
+    @property
+    def _is_in_call(self) -> bool:
+        """Whether the arguments of a call are still being written."""
+        return self._item is not None and self._item.kind == "function_call"
 
     def _tell_all(self, kind: str) -> None:
         self._tell(kind, {"response": {**self.response, "output": list(self._output)}})
@@ -296,7 +302,7 @@ class ResponseWriter:
     # -- its items ------------------------------------------------------------------------------
 
     def _write(self, kind: str, text: str, logprobs: list[Json] | None = None) -> None:
-        """Go on with an item, which is opened if it is not open."""
+        """Append to the open item of this kind; open one if needed."""
         item = self._item if self._item and self._item.kind == kind else self._open(kind)
         item.pieces.append(text)
         item.logprobs += logprobs or []
@@ -304,7 +310,7 @@ class ResponseWriter:
         self._tell(f"response.{_WRITTEN[kind]}.delta", delta)
 
     def _open(self, kind: str, call: ToolCallStarted | None = None) -> _Item:
-        self._close("completed")
+        self._close("incomplete" if self._is_in_call else "completed")
         index = len(self._output)
         name = f"{_PREFIXES[kind]}_{self._request_id}_{index}"
         item = self._item = _Item(kind, name, index, call=call)
@@ -321,7 +327,8 @@ class ResponseWriter:
         done = f"response.{_WRITTEN[item.kind]}.done"
         if item.kind == "function_call":
             named = item.call and item.call.name
-            self._tell(done, {**item.place, "arguments": item.text, "name": named})
+            if status == "completed":  # clients run the call on this event
+                self._tell(done, {**item.place, "arguments": item.text, "name": named})
         else:
             self._tell(done, {**item.place, "text": item.text, **item.scored(item.logprobs)})
             self._tell("response.content_part.done", {**item.place, "part": item.part()})
@@ -343,7 +350,7 @@ def _usage(usage: Usage) -> _Usage:
     }
 
 
-# -- what a response repeats of its request, and responses made again from the log of turns -----
+# -- settings that a response repeats, and responses rebuilt from logged turns ------------------
 
 _DEFAULTS: Json = {
     "background": False,
@@ -369,7 +376,7 @@ _DEFAULTS: Json = {
 
 
 def settings_of(body: ResponsesRequest) -> Json:
-    """Repeat a request's settings, with defaults where it says nothing."""
+    """Return a request's settings, with defaults for absent fields."""
     given = body.model_dump(include=set(_DEFAULTS) - {"conversation", "text", "tools"})
     made: Json = {
         **_DEFAULTS,
@@ -381,7 +388,7 @@ def settings_of(body: ResponsesRequest) -> Json:
 
 
 def _spelled(settings: Json) -> Json:
-    """Leave out what a client's JSON may hold and ours may not: half characters, NaN, infinity."""
+    """Replace values that JSON and UTF-8 cannot express: lone surrogates, NaN, infinity."""
     text = json.dumps(settings, ensure_ascii=False).encode("utf-8", "replace")
     made: Json = json.loads(text, parse_constant=lambda _: None)
     return made
@@ -404,12 +411,12 @@ def _tool(tool: Json) -> Json:
 
 
 def response_of(request_id: str, past: PastTurn, served: str) -> Json:
-    """Make a response again from the turn that was logged; its settings are not kept there.
+    """Rebuild a response from its logged turn, with default settings because none are logged.
 
     Args:
-        request_id: What the response is called.
-        past: The turn.
-        served: The model that is served now, where the turn does not say which one replied.
+        request_id: The response's id, without prefix.
+        past: The logged turn.
+        served: The currently served model, used if the turn does not name its model.
     """
     writer = ResponseWriter(dict(_DEFAULTS))
     writer.feed(Started(request_id, past.model or served, past.usage))
@@ -423,7 +430,7 @@ def response_of(request_id: str, past: PastTurn, served: str) -> Json:
 
 
 def items_of(request_id: str, messages: Sequence[Message]) -> list[Json]:
-    """Write messages as items, as a client would send them."""
+    """Translate messages to the items that a client would send."""
     items: list[Json] = []
     for number, message in enumerate(messages):
         name = f"{request_id}_in{number}"
@@ -459,12 +466,11 @@ def _events_of(message: Message) -> list[Event]:
             case ThinkingPart(text, signature):
                 events += [ThinkingDelta(text), ThinkingEnded(signature)]
             case ToolUsePart(name, called, arguments):
-                written = json.dumps(arguments, ensure_ascii=False)
-                events += [
-                    ToolCallStarted(num_calls, name, called),
-                    ToolCallDelta(num_calls, written),
-                    ToolCallEnded(num_calls),
-                ]
+                whole = json.dumps(arguments, ensure_ascii=False)
+                written = part.written if part.is_cut else whole
+                events += [ToolCallStarted(num_calls, name, called)]
+                events += [ToolCallDelta(num_calls, written)]
+                events += [] if part.is_cut else [ToolCallEnded(num_calls)]
                 num_calls += 1
             case _:
                 pass

@@ -1,7 +1,7 @@
-"""OpenAI's Responses request as clients send it, and its translation to ours.
+"""The request body of OpenAI's Responses API, and its translation to a chat request.
 
-What we reply as one message, clients send again as several items: neighbours that are the
-assistant's become one message again, or its tokens could not be found.
+Clients send one reply back as several items. Adjacent items of the assistant are merged into one
+message again; otherwise its tokens would not match those in the KV cache.
 """
 
 import re
@@ -54,7 +54,7 @@ _KNOWN = frozenset(
         "custom_tool_call_output",
     }
 )  # fmt: skip
-# Records of tools that run elsewhere: the model is not offered them, and cannot be shown them.
+# Records of tools that run elsewhere; the server does not offer these tools, and drops the items.
 _SKIPPED = frozenset(
     {
         "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call",
@@ -85,14 +85,14 @@ class ItemContent(VariantSchema):
         return value
 
     def to_domain(self) -> TextPart | ImagePart:
-        """A refusal counts as text; images are refused later, where they are rendered."""
+        """Translate; a refusal counts as text, and rendering the prompt refuses images later."""
         if self.type == "input_image":
             return ImagePart("image/*", self.image_url or "")
         return TextPart(self.text or self.refusal or "")
 
 
 class InputItem(VariantSchema):
-    """One item of any type."""
+    """One input item of any type."""
 
     needed: ClassVar = {
         "message": ("role", "content"),
@@ -124,17 +124,17 @@ class InputItem(VariantSchema):
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the model cannot be shown it."""
+        """Whether it is left out of the prompt."""
         return self.type in _SKIPPED
 
     @property
     def is_reply(self) -> bool:
-        """Whether the assistant said it."""
+        """Whether it is part of a message of the assistant."""
         is_said = self.type == "message" and self.role == "assistant"
         return is_said or self.type in ("reasoning", "function_call", "custom_tool_call")
 
     def reply_parts(self) -> tuple[Part, ...]:
-        """What it adds to the assistant's message."""
+        """Translate to parts of the assistant's message."""
         if self.type == "reasoning":
             return self._thinking()
         if self.type == "message":
@@ -146,7 +146,7 @@ class InputItem(VariantSchema):
         return (ToolUsePart(inner_call_id(self.call_id or ""), self.name or "", arguments),)
 
     def message(self) -> Message:
-        """It as a message of its own; not for replies."""
+        """Translate to a message of its own; not for items of the assistant."""
         if self.type == "message":
             role = Role.USER if self.role == "user" else Role.SYSTEM
             return Message(role, _parts(self.content))
@@ -154,7 +154,7 @@ class InputItem(VariantSchema):
         return Message(Role.TOOL, (result,))
 
     def _thinking(self) -> tuple[Part, ...]:
-        """Thinking as we gave it out: its text, or only the handle of it."""
+        """The thinking of an earlier response: its text, or only its handle."""
         content = self.content if isinstance(self.content, list) else []
         text = "".join(part.text or "" for part in content or self.summary or ())
         handle = self.encrypted_content or ""
@@ -165,14 +165,14 @@ class InputItem(VariantSchema):
 
 @dataclass(frozen=True, slots=True)
 class SourcedMessage:
-    """A message and where in the request it came from."""
+    """A message, and the field of the request that it came from."""
 
     message: Message
     source: str
 
 
 def messages_of(given: str | Sequence[InputItem]) -> list[SourcedMessage]:
-    """Translate a request's input."""
+    """Translate a request's input to messages."""
     if isinstance(given, str):
         return [SourcedMessage(Message.of(Role.USER, given), "input")]
     made: list[SourcedMessage] = []
@@ -206,7 +206,7 @@ _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 
 
 class _Tool(FunctionSchema):
-    """A tool of any type; all but functions are skipped."""
+    """A tool of any type; only functions are offered to the model."""
 
     type: str
 
@@ -265,28 +265,28 @@ class ResponsesRequest(RequestFields):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the response may be asked for later."""
+        """Whether the response can be retrieved later."""
         return self.store is not False
 
     @property
     def wants_handles(self) -> bool:
-        """Whether thinking comes with a handle that stands for it."""
+        """Whether reasoning items include `encrypted_content`, the handle of their thinking."""
         return _ENCRYPTED in (self.include or ())
 
     @property
     def functions(self) -> list[_Tool]:
-        """The tools that the model is offered."""
+        """The tools that are offered to the model."""
         return [tool for tool in self.tools or () if tool.type == "function"]
 
     def to_domain(self, headers: AgentHint, past: PastTurn | None) -> ChatRequest:
-        """Translate to our terms.
+        """Translate to a chat request.
 
         Args:
-            headers: What the headers say about who is asking.
-            past: The turn this goes on from.
+            headers: The agent and session that the HTTP headers name.
+            past: The turn that the request continues.
 
         Raises:
-            InvalidRequestError: a field has a value we cannot honour.
+            InvalidRequestError: the server cannot honour the value of a field.
         """
         refuse(self.conversation, "conversation", "send previous_response_id instead.")
         refuse(self.prompt, "prompt", "stored prompts are not supported; send input.")
@@ -311,7 +311,7 @@ class ResponsesRequest(RequestFields):
         )
 
     def client_param(self, param: str | None, past: PastTurn | None) -> str | None:
-        """Return our name of a field as this client spelled it."""
+        """Translate our name of a field to the one that the client used."""
         if param == "response_format":
             return self.form_param("text.format")
         names = {"messages": "input", "max_tokens": "max_output_tokens"}

@@ -1,4 +1,7 @@
-"""OpenAI's Responses, thin over the inbound ports: a response is a turn, its id the turn's."""
+"""Endpoints of OpenAI's Responses API, thin over the inbound ports.
+
+A response is a turn, and has the turn's id.
+"""
 
 import asyncio
 import functools
@@ -42,15 +45,15 @@ from semantic.domain.events import Failed, ModelProgress, PrefillProgress
 from semantic.ports.inbound import InferencePort, PastTurn
 
 _MAX_KEPT = 1024
-_MAX_LOGS = 16  # a log is some hundred bytes a token
+_MAX_LOGS = 16  # a log takes some hundred bytes per token
 _CANCEL_TIMEOUT_S = 30.0
 
 
 class ResponseRun:
-    """One response, on its way or ended. Used on the event loop's thread.
+    """One response, running or ended. Use it on the event loop's thread.
 
     Attributes:
-        log: Its events, where they are kept for those who come late.
+        log: Its events, kept for clients that connect later; None if they are not kept.
     """
 
     def __init__(
@@ -67,23 +70,23 @@ class ResponseRun:
 
     @property
     def response(self) -> Json:
-        """The response as it stands."""
+        """The response so far."""
         made = self._writer.response
         output = made.get("output")
         return {**made, "output": list(output) if isinstance(output, list) else []}
 
     async def frames(self) -> AsyncIterator[str]:
-        """Write it as server-sent events; it goes on and ends however slowly they are read."""
+        """Yield it as server-sent events; a slow reader does not delay the response."""
         log = FrameLog(self._replies.heartbeat_s)
         self._book.keep_running(self, log)
         async for frame in log.read():
             yield frame
 
     async def collect(self) -> Json:
-        """Wait for its end.
+        """Wait for the complete response.
 
         Raises:
-            SemanticError: it failed.
+            SemanticError: the response failed.
         """
         await self.write(None)
         if self._failure is not None:
@@ -91,7 +94,10 @@ class ResponseRun:
         return self.response
 
     async def write(self, log: FrameLog | None) -> None:
-        """Wait for its end, its events written to a log; the response itself tells of a failure."""
+        """Run to the end and append the events to `log`.
+
+        A failure is not raised: the response and its events report it.
+        """
         try:
             async for _, event in self._replies.events():
                 if isinstance(event, PrefillProgress | ModelProgress):
@@ -105,17 +111,17 @@ class ResponseRun:
                     if log is not None:
                         log.append(named_event(str(written["type"]), written))
         finally:
-            self._replies = ReplySet(())  # of a reply that ended, nothing else is kept
+            self._replies = ReplySet(())  # releases the rest of the ended reply
             self.is_ended.set()
             self._book.leave(self, is_kept=self._is_stored)
             if log is not None:
                 log.end()
 
     async def cancel(self) -> None:
-        """Stop it, if it has not ended, and wait until it has.
+        """Cancel it, unless it has ended, and wait for its end.
 
         Raises:
-            GenerationTimeoutError: the device does not let it go.
+            GenerationTimeoutError: it did not end within `_CANCEL_TIMEOUT_S`.
         """
         self._replies.cancel()
         try:
@@ -130,18 +136,22 @@ class ResponseRun:
 
 
 class RecentResponses:
-    """The responses of one tenant that are on their way or have ended lately."""
+    """The responses of one tenant that are running or have ended recently."""
 
     def __init__(self) -> None:
         self._runs: dict[str, ResponseRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def enter(self, run: ResponseRun) -> None:
-        """Note a response that has begun."""
+        """Add a response that has begun."""
         self._runs[str(run.response["id"])] = run
 
     def leave(self, run: ResponseRun, *, is_kept: bool) -> None:
-        """Note that a response has ended, or nobody waits for it any more."""
+        """Handle the end of a response; keep it if `is_kept` and it has a final status.
+
+        Of the responses that have ended, the oldest beyond `_MAX_KEPT` are dropped, and the oldest
+        logs beyond `_MAX_LOGS`.
+        """
         name = str(run.response.get("id"))
         self._runs.pop(name, None)
         if not is_kept or run.response.get("status") in (None, "in_progress"):
@@ -155,17 +165,17 @@ class RecentResponses:
             known.log = None
 
     def keep_running(self, run: ResponseRun, log: FrameLog | None) -> None:
-        """Go on with a response though nobody waits for it; its events go to a log."""
+        """Run a response in its own task, whether or not its events are read from `log`."""
         task = asyncio.create_task(run.write(log))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def find(self, response_id: str) -> ResponseRun | None:
-        """Find a response; None if it is unknown or was dropped."""
+        """Return a response; None if it is unknown or was dropped."""
         return self._runs.get(response_id)
 
     def forget(self, response_id: str) -> bool:
-        """Drop a response that has ended; False if there is none."""
+        """Drop a response that has ended; return False if there is none."""
         return self._runs.pop(response_id, None) is not None
 
 
@@ -189,7 +199,7 @@ class ResponsesApi:
         self._books: defaultdict[str, RecentResponses] = defaultdict(RecentResponses)
 
     def router(self) -> APIRouter:
-        """Say which method answers where."""
+        """Build the router of all endpoints."""
         errors = refusals("4XX", 503, 504)
         router = APIRouter(prefix="/v1/responses", tags=["openai"], responses=errors)
         router.add_api_route("/input_tokens", self.count, methods=["POST"])
@@ -202,7 +212,7 @@ class ResponsesApi:
         return router
 
     async def create(self, body: ResponsesRequest, http: Request, hint: Hint) -> Response:
-        """Answer, whole, as a stream of events, or in the background."""
+        """Create a response: whole, as a stream of events, or in the background."""
         past = await self._previous(body)
         with client_params(body.client_param, past):
             request = body.to_domain(hint, past)
@@ -218,7 +228,7 @@ class ResponsesApi:
     async def retrieve(
         self, response_id: str, stream: bool = False, starting_after: _Place = None
     ) -> Response:
-        """A stored or running response; or its events, if it streams in the background."""
+        """Return a stored or running response, or its events if it streams in the background."""
         run = self._book.find(response_id)
         if stream and run is not None and run.log is not None:
             return EventStream(run.log.read(0 if starting_after is None else starting_after + 1))
@@ -231,7 +241,7 @@ class ResponsesApi:
         return JSONResponse(response) if response else _missing(response_id)
 
     async def cancel(self, response_id: str) -> Response:
-        """Stop a response; one that has ended is returned as it is."""
+        """Cancel a response; one that has ended is returned unchanged."""
         run = self._book.find(response_id)
         if run is None:
             return await self.retrieve(response_id)
@@ -266,25 +276,25 @@ class ResponsesApi:
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> Response:
-        """What a stored response was asked, with the conversation before it."""
+        """List the input items of a stored response, with the conversation before it."""
         past = await self._past(response_id)
         if past is None:
             return _missing(response_id)
         items = items_of(response_id.removeprefix(PREFIX), past.messages[:-1])
         return JSONResponse(_page(items if order == "asc" else items[::-1], after, limit))
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------
 
     @property
     def _book(self) -> RecentResponses:
-        """The caller's responses of late."""
+        """The recent responses of the caller's tenant."""
         return self._books[self._principal().tenant]
 
     async def _previous(self, body: ResponsesRequest) -> PastTurn | None:
-        """Find the turn a request goes on from.
+        """Find the turn that a request continues.
 
         Raises:
-            InvalidRequestError: there is none, or its text was not stored.
+            InvalidRequestError: it is not stored, or a response before it was deleted.
         """
         name = body.previous_response_id
         if not name:
@@ -301,7 +311,7 @@ class ResponsesApi:
         return past
 
     async def _logged(self, response_id: str) -> Json | None:
-        """Make a response again from the log of turns."""
+        """Rebuild a response from its logged turn."""
         past = await self._past(response_id)
         if past is None:
             return None
@@ -314,7 +324,6 @@ class ResponsesApi:
 
 
 def _shown(body: Any) -> dict[int | str, dict[str, Any]]:
-    """Document an answer."""
     return {200: {"model": body}}
 
 
@@ -333,7 +342,7 @@ def _page(items: list[Json], after: str | None, limit: int) -> ItemList:
 
 
 async def _in_background(run: ResponseRun, book: RecentResponses, *, is_streamed: bool) -> Response:
-    """Go on with a response, whether its client stays or not."""
+    """Run a response to its end even if the client disconnects."""
     log = run.log = FrameLog() if is_streamed else None
     book.keep_running(run, log)
     if log is not None:

@@ -1,9 +1,9 @@
-"""What all backends share: which sequences are open, the rules of length, window and state.
+"""Shared parts of the backends: open sequences, and the rules for lengths, windows and states.
 
-A sequence goes on where its state ends. Layers with full attention can be cut at any token; window
-layers only as far back as they hold a window, recurrent ones only at nothing and at the end. A row
-that cannot run fails alone and changes nothing. Looks at positions and kinds alone: arrays, shapes
-and bytes are each backend's own business.
+A sequence continues where its KV cache ends. Layers with full attention can be truncated at any
+token, window layers only as far back as they hold a complete window, and recurrent layers only at 0
+and at the end. A row that cannot run fails alone and changes nothing. This module uses positions
+and layer kinds only; each backend handles its own arrays, shapes and bytes.
 """
 
 from abc import ABC, abstractmethod
@@ -38,11 +38,11 @@ class BackendSequence(Protocol):
 
     @property
     def length(self) -> int:
-        """Tokens whose state is held, the first of the known ones."""
+        """Number of known tokens, from the first, whose KV cache is held."""
 
     @property
     def window_start(self) -> int:
-        """Before this position window layers hold nothing: it was not restored."""
+        """Window layers hold nothing before this position, because it was not restored."""
 
     @property
     def has_state(self) -> bool:
@@ -53,7 +53,7 @@ SequenceT = TypeVar("SequenceT", bound=BackendSequence)
 
 
 class SequenceBackend(ABC, Generic[SequenceT]):
-    """The half of `ModelBackendPort` that is the same wherever state is kept."""
+    """The part of `ModelBackendPort` that does not depend on how a backend stores KV cache."""
 
     def __init__(
         self, spec: ModelCacheSpec, traits: Traits, new_sequence: Callable[[list[int]], SequenceT]
@@ -72,16 +72,16 @@ class SequenceBackend(ABC, Generic[SequenceT]):
 
     @property
     def traits(self) -> Traits:
-        """What the engine must know."""
+        """Properties of the backend that the engine depends on."""
         return self._traits
 
     def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
-        """Begin a sequence."""
+        """Open a sequence."""
         _check_ids(tokens, self._spec.vocab_size)
         self._add(seq, self._new_sequence(list(tokens)))
 
     def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
-        """Open a sequence with another's first tokens."""
+        """Open a sequence with another sequence's first tokens."""
         source = self._sequences[src]
         if not 0 <= num_tokens <= source.length or not self._can_cut(source, num_tokens):
             return False
@@ -92,39 +92,39 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         return True
 
     def truncate(self, seq: SequenceId, num_tokens: int) -> int:
-        """Cut a sequence back; to nothing where windows or states do not reach back that far."""
+        """Truncate a sequence; to 0 tokens if windows or states do not reach back that far."""
         sequence = self._sequences[seq]
         if num_tokens < 0:
             raise ValueError(f"a sequence cannot have {num_tokens} tokens")
         if num_tokens < sequence.length:
             self._cut(sequence, num_tokens if self._can_cut(sequence, num_tokens) else 0)
-            # The tokens up to the cut stay known: state may be loaded for them again.
+            # The tokens up to the cut stay known: KV cache may be loaded for them again.
             del sequence.known[num_tokens:]
         return sequence.length
 
     def close(self, seq: SequenceId) -> None:
-        """Drop a sequence."""
+        """Close a sequence and free its KV cache."""
         self._sequences.pop(seq, None)
 
     def flush(self) -> None:
-        """Nothing is put off."""
+        """Do nothing: this backend defers no work."""
 
     # -- for backends ---------------------------------------------------------------------------
 
     @abstractmethod
     def _copy(self, source: SequenceT, target: SequenceT, num_tokens: int) -> None:
-        """Give a new sequence the state of another's first tokens; it can be cut there."""
+        """Copy the KV cache of a sequence's first tokens; `_can_cut` holds for `num_tokens`."""
 
     @abstractmethod
     def _cut(self, sequence: SequenceT, num_tokens: int) -> None:
-        """Drop the state after some tokens; it can be cut there."""
+        """Drop the KV cache after some tokens; `_can_cut` holds for `num_tokens`."""
 
     def _first_kept(self, sequence: SequenceT) -> int:
-        """The first position whose keys and values window layers still hold."""
+        """Return the first position whose keys and values window layers still hold."""
         return max(sequence.window_start, sequence.length - self._window)
 
     def _has_window(self, sequence: SequenceT, num_tokens: int) -> bool:
-        """Whether window layers hold what a continuation after some tokens looks at."""
+        """Whether window layers hold what a continuation after some tokens attends to."""
         if not self._window:
             return True
         return self._first_kept(sequence) <= max(0, num_tokens - self._window)
@@ -134,7 +134,7 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         return is_end or (not self._has_state and self._has_window(sequence, num_tokens))
 
     def _sort_parts(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> "SortedParts":
-        """Check and sort what is to bring a sequence to `end`.
+        """Check and sort the payloads that extend a sequence to `end`.
 
         Raises:
             CacheCorruptionError: see `ModelBackendPort.load`.
@@ -146,10 +146,10 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         return by_kind
 
     def _snapshot_start(self, sequence: SequenceT, start: int, end: int, kind: LayerKind) -> int:
-        """Where a snapshot of ``[start, end)`` begins: of windows only the last one is taken.
+        """Return where a snapshot of ``[start, end)`` begins; at the last window for WINDOW layers.
 
         Raises:
-            ValueError: the range is not held (any more), or the model has no such layers.
+            ValueError: the range is not (or no longer) held, or the model has no such layers.
         """
         is_held = kind in self._spec.kinds and 0 <= start < end <= sequence.length
         if kind is LayerKind.WINDOW:
@@ -162,10 +162,10 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         return start
 
     def _sequence_of(self, chunk: Chunk) -> SequenceT:
-        """The sequence that a chunk continues.
+        """Return the sequence that a chunk continues.
 
         Raises:
-            InvalidRequestError: it is not open, ends elsewhere, or lacks parts of its state.
+            InvalidRequestError: it is not open, has another length, or lacks parts of its KV cache.
         """
         sequence = self._sequences.get(chunk.seq)
         if sequence is None:
@@ -178,10 +178,10 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         return sequence
 
     def _check_tokens(self, chunk: Chunk, *, has_sampled: bool) -> None:
-        """Check what a chunk brings, where `has_sampled` says if its sequence has a token to go on.
+        """Check a chunk's tokens; `has_sampled`: whether its sequence has a last sampled token.
 
         Raises:
-            InvalidRequestError: nothing, or ids that are none.
+            InvalidRequestError: there are no tokens, or ids outside the vocabulary.
         """
         if chunk.tokens is LAST_SAMPLED:
             if not has_sampled:
@@ -205,39 +205,39 @@ class SequenceBackend(ABC, Generic[SequenceT]):
 
 @dataclass(frozen=True, slots=True)
 class StepTicket:
-    """A step that is computed."""
+    """A computed step."""
 
     output: StepOutput
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadTicket:
-    """A snapshot that is taken."""
+    """A completed snapshot."""
 
     payload: KVPayload
 
 
 class DoneTickets:
-    """Hands over what a ticket holds: everything was done when it was given out."""
+    """Returns what a ticket holds: all work was complete when the ticket was created."""
 
     def collect(self, ticket: Ticket) -> StepOutput:
-        """Return what `launch` computed."""
+        """Return the result of `launch`."""
         if not isinstance(ticket, StepTicket):
             raise TypeError("not the ticket of a step of this backend")
         return ticket.output
 
     def payload(self, ticket: Ticket) -> KVPayload:
-        """Return what `snapshot` copied."""
+        """Return the result of `snapshot`."""
         if not isinstance(ticket, PayloadTicket):
             raise TypeError("not the ticket of a snapshot of this backend")
         return ticket.payload
 
 
 class EagerBackend(DoneTickets, SequenceBackend[SequenceT]):
-    """Computes at once; the token that was sampled last is on the host."""
+    """Computes synchronously; the last sampled token is on the host."""
 
     def _tokens_of(self, chunk: Chunk, last_sampled: int | None) -> tuple[int, ...]:
-        """The ids of a chunk.
+        """Return the token ids of a chunk.
 
         Raises:
             InvalidRequestError: see `_check_tokens`.
@@ -252,7 +252,7 @@ class EagerBackend(DoneTickets, SequenceBackend[SequenceT]):
 
 
 def make_rows(step: Step, make: Callable[[Chunk], RowT]) -> list[RowT | RowFailed]:
-    """Make a row of each chunk, or say why it failed: what `make` raised, or it is there twice."""
+    """Make a row of each chunk; a row fails if `make` raises or its sequence occurs twice."""
     rows: list[RowT | RowFailed] = []
     seen: set[SequenceId] = set()
     for chunk in step.chunks:
@@ -278,10 +278,10 @@ class SortedParts:
 def sort_parts(
     parts: Sequence[KVPayload], length: int, end: int, spec: ModelCacheSpec, abi: str
 ) -> SortedParts:
-    """Sort what brings a sequence of `length` tokens to `end`.
+    """Sort the payloads that extend a sequence of `length` tokens to `end`.
 
     Raises:
-        CacheCorruptionError: a part is foreign, or positions are missing; see
+        CacheCorruptionError: a part does not belong to this model, or positions are missing; see
             `ModelBackendPort.load`.
     """
     for part in parts:
@@ -304,7 +304,7 @@ def sort_parts(
 
 
 def _check_run(parts: Sequence[KVPayload], start: int, end: int) -> None:
-    """See that parts cover ``[start, end)`` without a gap and without one too many."""
+    """Check that parts cover ``[start, end)`` without gaps and surplus parts."""
     position = min(start, parts[0].start) if parts else start
     for part in parts:
         if part.start != position or position >= end:
@@ -315,17 +315,12 @@ def _check_run(parts: Sequence[KVPayload], start: int, end: int) -> None:
 
 
 def _check_ids(tokens: Sequence[int], vocab_size: int) -> None:
-    """Check that ids are in the vocabulary.
-
-    Raises:
-        InvalidRequestError: one is not.
-    """
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         raise InvalidRequestError(f"a token id is not in [0, {vocab_size})", param="tokens")
 
 
 def _check_draft(chunk: Chunk, max_draft: int) -> None:
-    """Check that guesses can be checked.
+    """Check that the draft tokens can be verified.
 
     Raises:
         InvalidRequestError: they cannot.
@@ -339,11 +334,11 @@ def _check_draft(chunk: Chunk, max_draft: int) -> None:
 def verify(
     chunk: Chunk, draw_at: Callable[[int, Draw], tuple[int, TokenLogprob | None]]
 ) -> Sampled:
-    """Draw a chunk's token, and one after each guess that proves right.
+    """Sample a chunk's token, and one more after each draft token that matches.
 
     Args:
-        chunk: With a draw.
-        draw_at: Draws the token after the last certain one (0), after the first guess (1), ...
+        chunk: A chunk with a draw.
+        draw_at: Samples the token after the last known one (0), the first draft token (1), ...
     """
     first, *later = chunk.draws
     accepted: list[Sampled] = []

@@ -1,9 +1,9 @@
 """A backend without weights, for tests and for developers of clients.
 
-Its KV cache is the token ids themselves, kept the way the spec's layers say: all of them
-(full), the last W (window), a running hash (state). Each next token is a function of everything
-kept, so a misplaced, stale or foreign block shows as a wrong token. It is deterministic, and
-writes lower-case gibberish.
+Its KV cache is the token ids themselves, stored per layer kind of the spec: all of them (full), the
+last W (window), a running hash (state). Each next token is a function of the whole KV cache, so a
+misplaced, stale or foreign block shows as a wrong token. The backend is deterministic, and writes
+lower-case gibberish.
 """
 
 import string
@@ -57,7 +57,7 @@ _MAX_DRAFT = 16
 def fake_spec(
     *, block_tokens: int = 16, window: int = 0, has_state: bool = False
 ) -> ModelCacheSpec:
-    """Geometry of a fake model: full attention, and window or state layers if asked for."""
+    """Return the geometry of a fake model: full attention, optionally window and state layers."""
     layers = [LayerSpec(LayerKind.FULL, num_kv_heads=1, key_dim=1, value_dim=1)]
     if window:
         layers.append(
@@ -75,18 +75,18 @@ def _mix(value: int, token: int) -> int:
 
 
 def _disguise(entry: int) -> int:
-    """What a window layer keeps where a full one keeps `entry`."""
+    """Return a window layer's entry for a full layer's `entry`, so that mix-ups show."""
     return _mix(entry, 7) % 2**32
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """What a fake model keeps.
+    """The KV cache of a fake model.
 
     Attributes:
-        full: An entry a token; as in a model, each depends on everything before it.
-        window: The entries of the last tokens, in a disguise of their own.
-        state: Of all tokens; None where it was not restored yet.
+        full: One entry per token; as in a model, each depends on everything before it.
+        window: The entries of the last tokens, encoded by `_disguise`.
+        state: Hash of all tokens; None if it was not restored yet.
     """
 
     known: list[int]
@@ -124,7 +124,7 @@ class _Sequence:
             self.window = [*self.window, *added][-window_size:]
 
     def keep(self, entries: Sequence[int]) -> None:
-        """Add full KV cache as it is, computed or restored."""
+        """Append entries of full layers, computed or restored."""
         self.full.extend(entries)
         for entry in entries:
             self.full_hash = _mix(self.full_hash, entry)
@@ -144,7 +144,7 @@ class _Sequence:
 
 
 class FakeBackend(EagerBackend[_Sequence]):
-    """`ModelBackendPort` over token ids; see the module."""
+    """`ModelBackendPort` over token ids; see the module docstring."""
 
     def __init__(
         self,
@@ -153,22 +153,22 @@ class FakeBackend(EagerBackend[_Sequence]):
         pipeline_depth: Literal[0, 1] = 0,
         weights: int = 0,
     ) -> None:
-        """Make a model; other `weights` say other things."""
+        """Create a model; different `weights` generate different text."""
         spec = spec or fake_spec()
         self._weights = weights
         abi = f"fake.v2.{spec.window}.{int(spec.num_state > 0)}"
-        # State is not kept token by token: a model that has it cannot be cut back.
+        # State is not stored per token: a model with state cannot be truncated after a wrong draft.
         max_draft = 0 if spec.num_state else _MAX_DRAFT
         traits = Traits(pipeline_depth, abi, max_draft=max_draft)
         super().__init__(spec, traits, _Sequence)
 
     @property
     def num_open(self) -> int:
-        """How many sequences are open; for tests of cleaning up."""
+        """Number of open sequences; for tests that check for leaks."""
         return len(self._sequences)
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
-        """Append state from payloads."""
+        """Append KV cache from payloads."""
         sequence, by_kind = self._sequences[seq], self._sort_parts(seq, parts, end)
         full = [entry for part in by_kind.full for entry in _entries(part)]
         window = [entry for part in by_kind.window for entry in _entries(part)]
@@ -182,11 +182,11 @@ class FakeBackend(EagerBackend[_Sequence]):
             sequence.state = state
 
     def launch(self, step: Step) -> Ticket:
-        """Compute a step at once."""
+        """Compute a step synchronously."""
         return StepTicket(StepOutput(tuple(make_rows(step, self._run))))
 
     def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Add tokens; each has a random vector that depends on all before it."""
+        """Add tokens; each has a random vector that depends on all tokens before it."""
         chunk = Chunk(seq, start, tuple(tokens))
         sequence = self._sequence_of(chunk)
         sequence.append(self._tokens_of(chunk, None), self._window)
@@ -195,7 +195,7 @@ class FakeBackend(EagerBackend[_Sequence]):
         return tuple(sums)
 
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
-        """Copy state."""
+        """Copy KV cache."""
         sequence = self._sequences[seq]
         start = self._snapshot_start(sequence, start, end, kind)
         return PayloadTicket(
@@ -203,25 +203,25 @@ class FakeBackend(EagerBackend[_Sequence]):
         )
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """Four bytes a token and layer, as the spec says."""
+        """Return four bytes per token and layer, as the spec defines."""
         return sum(self._spec.bytes_per_context(length) for length in lengths)
 
     def memory(self) -> int:
-        """As if every sequence took what it takes at rest."""
+        """Return `bytes_for` of all sequences."""
         return self.bytes_for([s.length for s in self._sequences.values()])
 
     def device_memory(self) -> DeviceMemory | None:
-        """It has none."""
+        """Return None: there is no device."""
         return None
 
     def shutdown(self) -> None:
-        """Drop everything."""
+        """Drop all sequences."""
         self._sequences.clear()
 
     # -- one row --------------------------------------------------------------------------------
 
     def _run(self, chunk: Chunk) -> Row:
-        """Work on a copy, so that a row that fails changes nothing."""
+        """Compute on a copy, so that a row that fails changes nothing."""
         sequence = self._sequence_of(chunk).copy()
         sequence.append(self._tokens_of(chunk, sequence.last_sampled), self._window)
         row: Row = Computed(chunk.seq)
@@ -231,12 +231,11 @@ class FakeBackend(EagerBackend[_Sequence]):
         return row
 
     def _verified(self, sequence: _Sequence, chunk: Chunk) -> Row:
-        """Draw a token, and another after each guess that proves right; keeps no wrong one."""
+        """Sample a token, and another after each matching draft token; keeps no rejected one."""
 
         def draw_at(index: int, draw: Draw) -> tuple[int, TokenLogprob | None]:
             sequence.append(chunk.draft[max(index - 1, 0) : index], self._window)
-            history = sequence.known[: sequence.length]
-            return sample(self._logits(sequence), draw, history)
+            return sample(self._logits(sequence), draw, sequence.known, sequence.length)
 
         drawn = verify(chunk, draw_at)
         sequence.last_sampled = drawn.token
@@ -292,16 +291,16 @@ def _state_of(part: KVPayload) -> int:
 
 
 class FakeModels:
-    """`ModelSourcePort` of models without files: two of them, so that they can be swapped."""
+    """`ModelSourcePort` of models without files: two of them, so that tests can swap models."""
 
     NAMES = ("fake", "fake-2")
 
     def entries(self) -> list[ModelEntry]:
-        """The models that need no files."""
+        """Return the fake models."""
         return [ModelEntry(name, name, "fake", fits=True) for name in self.NAMES]
 
     def find(self, source: str) -> ModelEntry:
-        """A fake model, by its name."""
+        """Return a fake model by its name."""
         for entry in self.entries():
             if entry.id == source:
                 return entry
@@ -310,12 +309,12 @@ class FakeModels:
         )
 
     def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:  # noqa: ARG002
-        """Nothing is to be fetched."""
+        """Return the entry; there is nothing to download."""
         return self.find(entry.source)
 
 
 class FakeTokenizer:
-    """One token a byte, and two special tokens around each message."""
+    """One token per byte, and two special tokens around each message."""
 
     vocab_size = VOCAB_SIZE
     eos_ids = frozenset({END_TOKEN})
@@ -324,7 +323,7 @@ class FakeTokenizer:
     chat_template: str | None = None
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise; the special tokens are written as in the chat template."""
+        """Tokenise; special tokens are recognised by their text in the chat template."""
         ids: list[int] = []
         for i, piece in enumerate(text.split("<|start|>")):
             ids += [START_TOKEN] if i else []
@@ -334,7 +333,7 @@ class FakeTokenizer:
         return ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Tokenise; nothing begins a text."""
+        """Tokenise; there is no begin-of-text token."""
         return self.encode(text)
 
     def encode_plain(self, text: str, *, is_start: bool = False) -> list[int]:  # noqa: ARG002
@@ -342,7 +341,7 @@ class FakeTokenizer:
         return list(text.encode())
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the byte a token stands for."""
+        """Return the byte of a token; empty for special tokens."""
         return bytes((token,)) if 0 <= token < END_TOKEN else b""
 
     def render_chat(

@@ -1,10 +1,10 @@
-"""Host memory that a CUDA device reads and writes by itself, at the full speed of the link.
+"""Pinned host memory, which a CUDA device reads and writes directly at the link's full speed.
 
-Pages are pinned in slabs, since that takes longer than copying into them, and holds up whoever
-calls the device meanwhile: a thread does it while the model loads, a little before its weights are
-read and the rest after, up to the memory budget for the KV cache, which comes to lie there.
-Pieces go back when nobody refers to them any more, and are handed out again. What does not fit
-travels as it would without any of this.
+Pages are pinned in slabs, because pinning takes longer than copying and blocks other device calls
+meanwhile. A thread pins in the background while the model loads: a small part before the weights
+are read, and the rest afterwards, up to the memory budget of the KV cache, which is stored there. A
+piece of a slab is free again when its last reference ends. Data that does not fit is copied from
+pageable memory.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import functools
 import logging
 import mmap
 import os
+import sys
 import threading
 import time
 import weakref
@@ -23,45 +24,101 @@ from collections.abc import Callable
 _LOG = logging.getLogger(__name__)
 
 _SLAB = 2**28
-_MAX_SHARE = 2  # no more than this part of the machine's memory is pinned
+_MAX_SHARE = 2  # at most one part in this many of the machine's memory is pinned
 _PAGE = 4096
 _PAUSE_S = 0.002
-_FIRST_BYTES = 2**32  # enough for weights on their way
+_FIRST_BYTES = 2**32  # enough to transfer weights
 _PORTABLE_AND_MAPPED = 3
-_POPULATE_WRITE = 23  # of madvise
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of madvise
 
-Pin = Callable[[int, int], bool]  # an address and its bytes; False if the device does not take them
+Pin = Callable[[int, int], bool]  # of an address and a size in bytes; False if the device refuses
+
+
+class FreePieces:
+    """The free pieces of slabs, by address. Not thread-safe.
+
+    The device registers each slab separately and rejects a copy across two of them, so a piece
+    never extends from one slab into the next, even if their addresses are adjacent.
+    """
+
+    def __init__(self) -> None:
+        self._slabs: list[tuple[int, int]] = []  # address and bytes, sorted
+        self._starts: set[int] = set()
+        self._free: list[tuple[int, int]] = []  # address and bytes, sorted, neighbours joined
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all slabs in bytes."""
+        return sum(size for _, size in self._slabs)
+
+    @property
+    def num_free(self) -> int:
+        """Free bytes."""
+        return sum(size for _, size in self._free)
+
+    def add_slab(self, address: int, size: int) -> None:
+        """Add a free slab."""
+        insort(self._slabs, (address, size))
+        self._starts.add(address)
+        self.give_back(address, size)
+
+    def holds(self, address: int, num_bytes: int) -> bool:
+        """Whether a range lies within one slab."""
+        place = bisect_right(self._slabs, (address, sys.maxsize)) - 1
+        if place < 0:
+            return False
+        start, size = self._slabs[place]
+        return address + num_bytes <= start + size
+
+    def take(self, size: int) -> int | None:
+        """Allocate from the first piece that is large enough; returns the address, or None."""
+        place = next((i for i, (_, free) in enumerate(self._free) if free >= size), None)
+        if place is None:
+            return None
+        address, free = self._free.pop(place)
+        if free > size:
+            self._free.insert(place, (address + size, free - size))
+        return address
+
+    def give_back(self, start: int, size: int) -> None:
+        """Free a piece and join it with free neighbours in its slab."""
+        place, end = bisect_left(self._free, (start, 0)), start + size
+        if place < len(self._free) and self._free[place][0] == end and end not in self._starts:
+            size += self._free.pop(place)[1]
+        if place and sum(self._free[place - 1]) == start and start not in self._starts:
+            start, before = self._free.pop(place - 1)
+            size += before
+        insort(self._free, (start, size))
 
 
 class PinnedMemory:
-    """Pieces of pinned slabs. Thread-safe."""
+    """Allocates pieces of pinned slabs. Thread-safe."""
 
     def __init__(self, pin: Pin, *, slab: int, limit: int) -> None:
-        """Begin to pin.
+        """Start pinning in the background.
 
         Args:
-            pin: Makes pages of this process the device's.
-            slab: Bytes that are pinned at once.
-            limit: Bytes in all, at most.
+            pin: Registers pages of this process with the device.
+            slab: Bytes to pin at once.
+            limit: Maximum bytes in total.
         """
         self._pin = pin
         self._slab_bytes, self._limit = slab, limit
-        self._slabs: list[tuple[int, int]] = []  # address and bytes, sorted
-        self._memory: list[mmap.mmap] = []  # never given back: the device knows it
-        self._free: list[tuple[int, int]] = []  # the same of what is free, neighbours joined
-        self._returned: deque[tuple[int, int]] = deque()  # by whoever dropped the last reference
+        self._pieces = FreePieces()
+        self._memory: list[mmap.mmap] = []  # never unmapped: the device has registered it
+        self._returned: deque[tuple[int, int]] = deque()  # appended when a last reference ends
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self._has_time = threading.Event()
         threading.Thread(target=self._pin_all, name="semantic-pinning", daemon=True).start()
 
     def allocate(self, num_bytes: int) -> memoryview | None:
-        """A piece that begins with a page; None if no more can be pinned."""
+        """Allocate a page-aligned piece; None if no more memory can be pinned."""
         size = max(-(-num_bytes // _PAGE), 1) * _PAGE
         address = self._take(size)
         if address is None:
             self._grow(max(size, self._slab_bytes))
-            address = self._take(size)  # which the other thread may have pinned meanwhile
+            address = self._take(size)  # also succeeds if the other thread has pinned a slab
         if address is None:
             return None
         piece = (ctypes.c_ubyte * num_bytes).from_address(address)
@@ -69,53 +126,41 @@ class PinnedMemory:
         return memoryview(piece).cast("B")
 
     def pin_rest(self) -> None:
-        """Let the thread pin all there may be, beside whatever else is done; returns at once."""
+        """Let the background thread pin all memory up to the limit; returns at once."""
         self._has_time.set()
 
     def holds(self, address: int, num_bytes: int) -> bool:
-        """Whether bytes lie in it."""
+        """Whether a range lies within one pinned slab."""
         with self._lock:
-            place = bisect_right(self._slabs, (address, 2**63)) - 1
-            if place < 0:
-                return False
-            start, size = self._slabs[place]
-        return address + num_bytes <= start + size
+            return self._pieces.holds(address, num_bytes)
 
     @property
     def num_free(self) -> int:
         """Bytes that are pinned and not in use."""
         with self._lock:
             self._take_back()
-            return sum(size for _, size in self._free)
+            return self._pieces.num_free
 
     # -- inside ---------------------------------------------------------------------------------
+
+    @property
+    def _num_pinned(self) -> int:
+        with self._lock:
+            return self._pieces.num_bytes
 
     def _take(self, size: int) -> int | None:
         with self._lock:
             self._take_back()
-            place = next((i for i, (_, free) in enumerate(self._free) if free >= size), None)
-            address = None
-            if place is not None:
-                address, free = self._free.pop(place)
-                if free > size:
-                    self._free.insert(place, (address + size, free - size))
-        return address
+            return self._pieces.take(size)
 
     def _take_back(self) -> None:
         while self._returned:
-            start, size = self._returned.popleft()
-            place = bisect_left(self._free, (start, 0))
-            if place < len(self._free) and self._free[place][0] == start + size:
-                size += self._free.pop(place)[1]
-            if place and sum(self._free[place - 1]) == start:
-                start, before = self._free.pop(place - 1)
-                size += before
-            insort(self._free, (start, size))
+            self._pieces.give_back(*self._returned.popleft())
 
     def _grow(self, size: int) -> bool:
-        """Pin one more slab; False if that is not possible, or would be too much."""
+        """Pin one more slab; False if that fails or exceeds the limit."""
         with self._growing:
-            if sum(held for _, held in self._slabs) + size > self._limit:
+            if self._num_pinned + size > self._limit:
                 return False
             try:
                 memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
@@ -131,27 +176,26 @@ class PinnedMemory:
                 return False
             with self._lock:
                 self._memory.append(memory)
-                insort(self._slabs, (address, size))
-                self._returned.append((address, size))
+                self._pieces.add_slab(address, size)
             return True
 
     def _pin_all(self) -> None:
         while self._grow(self._slab_bytes):
-            time.sleep(_PAUSE_S)  # whoever waits for memory goes first
-            if sum(held for _, held in self._slabs) >= _FIRST_BYTES:
+            time.sleep(_PAUSE_S)  # let threads that wait in `allocate` go first
+            if self._num_pinned >= _FIRST_BYTES:
                 self._has_time.wait()
 
 
 def _touch(address: int, size: int) -> None:
-    """Have the kernel hand the pages out now, and not to the driver, which would hold others up."""
-    with contextlib.suppress(OSError, AttributeError):  # Linux alone, and from 5.14 on
+    """Populate the pages now: if the driver did it, it would block other calls for longer."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux 5.14 or later
         madvise = ctypes.CDLL(None).madvise
         madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE)
 
 
 @functools.cache
 def shared_memory(num_bytes: int) -> PinnedMemory | None:
-    """The process's own, so large at most; None where there is no CUDA device."""
+    """Return the process-wide pinned memory of at most this size; None without a CUDA device."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,6 +1,6 @@
-"""Choosing a token from a row of logits in host memory, with numpy.
+"""Samples a token from a row of logits in host memory, with numpy.
 
-Rows are independent: the outcome depends on the row, its parameters and the tokens before it.
+Rows are independent: the result depends on the row, its parameters and the tokens before it.
 """
 
 import math
@@ -16,36 +16,40 @@ from semantic.ports.backend import Draw
 Logits = NDArray[np.float32]
 
 
-def sample(logits: Logits, draw: Draw, history: Sequence[int]) -> tuple[int, TokenLogprob | None]:
-    """Choose the token that follows `history`.
+def sample(
+    logits: Logits, draw: Draw, known: Sequence[int], position: int | None = None
+) -> tuple[int, TokenLogprob | None]:
+    """Sample the token at a position.
 
     Args:
-        logits: One row, the model's own; not changed.
-        draw: How to choose.
-        history: All tokens before the one to choose.
+        logits: One row of the model's logits; not modified.
+        draw: Sampling parameters and mask.
+        known: The sequence's tokens; penalties read those before `position`.
+        position: Of the token to sample; None means after all known tokens.
 
     Raises:
-        BackendError: the row holds NaN, or the mask allows no token.
+        BackendError: the row contains NaN, or the mask allows no token.
     """
     if not np.isfinite(logits.max()):
         raise BackendError("the model produced logits that are not numbers")
-    adjusted = _adjust(logits, draw, history)
+    position = len(known) if position is None else position
+    adjusted = _adjust(logits, draw, known, position)
     if adjusted.max() == -np.inf:
         raise BackendError("no token is allowed here")
     if draw.params.is_greedy:
         token = int(adjusted.argmax())
     else:
-        token = _pick(adjusted, draw.params, len(history))
+        token = _pick(adjusted, draw.params, position)
     return token, _logprob(logits, token, draw.params.top_logprobs)
 
 
-def _adjust(logits: Logits, draw: Draw, history: Sequence[int]) -> Logits:
+def _adjust(logits: Logits, draw: Draw, known: Sequence[int], position: int) -> Logits:
     params = draw.params
     if not (params.has_penalties or params.logit_bias or draw.allowed is not None):
         return logits
     adjusted = logits.copy()
     if params.has_penalties:
-        _penalise(adjusted, params, history, draw.num_prompt)
+        _penalise(adjusted, params, known[:position], draw.num_prompt)
     for token, bias in params.logit_bias:
         if 0 <= token < len(adjusted):
             adjusted[token] += bias
@@ -77,7 +81,7 @@ def _pick(logits: Logits, params: SamplingParams, position: int) -> int:
         raise BackendError("a sampled row needs a seed")
     tokens, weights = _candidates(logits, params)
     cumulative = np.cumsum(weights)
-    # Below the last sum, rounded or not: a uniform number is at most 1 - 2**-53.
+    # Always below the last sum, even after rounding: a uniform number is at most 1 - 2**-53.
     point = uniform(params.seed, position) * cumulative[-1]
     return int(tokens[np.searchsorted(cumulative, point, side="right")])
 
@@ -85,15 +89,15 @@ def _pick(logits: Logits, params: SamplingParams, position: int) -> int:
 def _candidates(
     logits: Logits, params: SamplingParams
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The tokens that may be chosen, and their weights."""
+    """Return the tokens that may be sampled, and their weights."""
     top = float(logits.max())
-    with np.errstate(over="ignore"):  # a tiny temperature leaves the best token alone
+    with np.errstate(over="ignore"):  # with a tiny temperature only the best token remains
         weights = np.exp((logits.astype(np.float64) - top) / params.temperature)
     tokens = np.arange(len(weights))
     if params.min_p > 0:
         tokens = np.flatnonzero(weights >= params.min_p)
     if 0 < params.top_k < len(tokens):
-        # Ties go to the lower id, so that the outcome is the same everywhere.
+        # Ties go to the lower id, so that the result is the same on every machine.
         order = np.argsort(-weights[tokens], kind="stable")[: params.top_k]
         tokens = tokens[order]
     if params.top_p < 1:

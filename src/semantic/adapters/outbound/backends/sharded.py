@@ -1,9 +1,9 @@
-"""One model in several processes: each holds a share of its heads, and all do the same in order.
+"""One model in several processes (ranks): each holds a share of its heads.
 
-The server tells every rank each call, and every rank answers. Inside a step ranks wait for each
-other to add up what their shares computed, so a rank that is gone ends the group: it is put away,
-and the model has to be loaded again. The first rank's tokens count. State rests rank by rank: a
-payload has each rank's buffers under the rank's number.
+The server sends every call to every rank, in the same order, and every rank answers. Within a step
+the ranks wait for each other to sum their partial results, so the loss of one rank ends the whole
+group, and the model must be loaded again. The first rank's tokens are used. Saved KV cache is per
+rank: a payload contains each rank's buffers, prefixed with the rank's number.
 """
 
 import contextlib
@@ -37,16 +37,16 @@ from semantic.ports.backend import (
     Traits,
 )
 
-Answer: TypeAlias = Any  # what a rank's call returned, or the exception it raised
-_REST_S = 60  # how long after the first answer the others may come
+Answer: TypeAlias = Any  # result of a rank's call, or the exception it raised
+_REST_S = 60  # timeout for the other answers after the first one
 _GONE = (EOFError, OSError)
 
 
 def share_of(spec: ModelCacheSpec, num_ranks: int) -> ModelCacheSpec:
-    """The geometry of what each rank keeps.
+    """Return the geometry of each rank's share.
 
     Raises:
-        InvalidRequestError: the model's attention cannot be divided so.
+        InvalidRequestError: the model's attention cannot be divided by this number.
     """
     if any(_is_indivisible(layer, num_ranks) for layer in spec.layers):
         heads = ", ".join(str(n) for n in sorted({layer.num_kv_heads for layer in spec.layers}))
@@ -68,23 +68,23 @@ def _with_heads(spec: ModelCacheSpec, change: Callable[[int], int]) -> ModelCach
 
 
 class ShardedBackend(DoneTickets):
-    """`ModelBackendPort` over ranks that mirror each call."""
+    """`ModelBackendPort` that forwards each call to all ranks."""
 
     def __init__(self, links: Sequence[Connection], end: Callable[[], None]) -> None:
         """Take ranks that have loaded their shares.
 
         Args:
-            links: To each rank, the first one first; `mirror` is at the other end.
-            end: Ends the ranks, whatever they are at.
+            links: One connection per rank, in order; `mirror` runs at the other end.
+            end: Terminates the ranks, even during a call.
 
         Raises:
-            DeviceLostError: a rank is gone.
+            DeviceLostError: a rank has exited.
         """
         self._links = tuple(links)
         self._end = end
         self._lost = ""
-        self._last: dict[SequenceId, int] = {}  # what the first rank sampled last
-        self._bytes: dict[int, int] = {}  # of a sequence, by its length
+        self._last: dict[SequenceId, int] = {}  # the first rank's last sampled token
+        self._bytes: dict[int, int] = {}  # KV cache size by sequence length
         share, traits = self._all("describe")[0]
         self._spec = _with_heads(share, lambda heads: heads * len(links))
         self._share_abi = traits.kv_abi
@@ -99,15 +99,15 @@ class ShardedBackend(DoneTickets):
 
     @property
     def traits(self) -> Traits:
-        """What the engine must know."""
+        """Properties of the backend that the engine depends on."""
         return self._traits
 
     def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
-        """Begin a sequence."""
+        """Open a sequence."""
         self._all("open", seq, tuple(tokens))
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
-        """Give each rank its share of some payloads."""
+        """Send each rank its share of the payloads."""
         shares = [self._divided(part) for part in parts]
         arguments = [
             (seq, [share[rank] for share in shares], end) for rank in range(len(self._links))
@@ -116,11 +116,11 @@ class ShardedBackend(DoneTickets):
         self._last.pop(seq, None)
 
     def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
-        """Open a sequence with another's first tokens."""
+        """Open a sequence with another sequence's first tokens."""
         return bool(self._all("fork", src, dst, num_tokens)[0])
 
     def launch(self, step: Step) -> Ticket:
-        """Have every rank compute a step; waits for it."""
+        """Compute a step on every rank and wait for it."""
         chunks = tuple(self._spelled_out(chunk) for chunk in step.chunks)
         outputs: list[StepOutput] = self._all("step", Step(chunks))
         if len({tuple(type(row) for row in output.rows) for output in outputs}) > 1:
@@ -135,7 +135,7 @@ class ShardedBackend(DoneTickets):
         return StepTicket(StepOutput(rows))
 
     def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Add tokens; every rank has the whole sum."""
+        """Add tokens; every rank returns the whole sum."""
         sums: tuple[float, ...] = self._all("embed", seq, start, tuple(tokens))[0]
         return sums
 
@@ -150,52 +150,52 @@ class ShardedBackend(DoneTickets):
         return PayloadTicket(replace(shares[0], abi=self._traits.kv_abi, buffers=buffers))
 
     def flush(self) -> None:
-        """Nothing is put off."""
+        """Do nothing: this backend defers no work."""
 
     def truncate(self, seq: SequenceId, num_tokens: int) -> int:
-        """Cut a sequence back."""
+        """Truncate a sequence."""
         length = int(self._all("truncate", seq, num_tokens)[0])
         self._last.pop(seq, None)
         return length
 
     def close(self, seq: SequenceId) -> None:
-        """Drop a sequence; with the ranks gone it is dropped already."""
+        """Close a sequence; if the ranks are lost, it is already gone."""
         self._last.pop(seq, None)
         with contextlib.suppress(DeviceLostError):
             self._all("close", seq)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """Add up all ranks' bytes; what a length takes is asked for once."""
+        """Return the sum of all ranks' bytes; each length is queried once and cached."""
         for length in lengths:
             if length not in self._bytes:
                 self._bytes[length] = sum(self._all("bytes_for", [length]))
         return sum(self._bytes[length] for length in lengths)
 
     def memory(self) -> int:
-        """Add up what the ranks hold."""
+        """Return the bytes that all ranks hold."""
         return 0 if self._lost else sum(self._all("memory"))
 
     def device_memory(self) -> DeviceMemory | None:
-        """Not known: ranks answer the engine's thread alone."""
+        """Return None: only the engine's thread may call the ranks."""
         return None
 
     def shutdown(self) -> None:
-        """End the ranks."""
+        """Terminate the ranks."""
         with contextlib.suppress(DeviceLostError):
             self._all("shutdown")
         self._lost = "the model was shut down."
         self._end()
 
-    # -- telling the ranks ----------------------------------------------------------------------
+    # -- calling the ranks ----------------------------------------------------------------------
 
     def _all(self, name: str, *arguments: object) -> list[Answer]:
         return self._each(name, [arguments] * len(self._links))
 
     def _each(self, name: str, arguments: Sequence[tuple[object, ...]]) -> list[Answer]:
-        """Have every rank do something, and wait for all.
+        """Call every rank, and wait for all answers.
 
         Raises:
-            DeviceLostError: a rank is gone, or not all came to the same.
+            DeviceLostError: a rank has exited, or the ranks disagree.
         """
         if self._lost:
             raise DeviceLostError(self._lost)
@@ -224,13 +224,13 @@ class ShardedBackend(DoneTickets):
         return [answers[link] for link in self._links]
 
     def _lose(self, reason: str) -> DeviceLostError:
-        """Give the group up; what this returns is to be raised."""
+        """Terminate the group; returns the error to raise."""
         self._lost = f"the model's {len(self._links)} shards are lost: {reason}."
         self._end()
         return DeviceLostError(self._lost)
 
     def _agreed(self, chunk: Chunk, by_rank: Sequence[Row]) -> Row:
-        """What the first rank says, as far as every rank has taken its guesses for right."""
+        """Return the first rank's row, reduced to draft tokens that every rank accepted."""
         first = by_rank[0]
         if not isinstance(first, Sampled):
             return first
@@ -242,20 +242,20 @@ class ShardedBackend(DoneTickets):
         self._all("truncate", chunk.seq, chunk.start + chunk.num_tokens + num_right)
         return replace(draws[num_right], accepted=draws[:num_right])
 
-    # -- what each is told ----------------------------------------------------------------------
+    # -- arguments for each rank ----------------------------------------------------------------
 
     def _spelled_out(self, chunk: Chunk) -> Chunk:
-        """A chunk with the token that counts, in place of what each rank may have sampled."""
+        """Replace LAST_SAMPLED by the first rank's token: other ranks may have sampled another."""
         token = self._last.get(chunk.seq)
         if chunk.tokens is not LAST_SAMPLED or token is None:
             return chunk
         return replace(chunk, tokens=(token,))
 
     def _divided(self, part: KVPayload) -> list[KVPayload]:
-        """Each rank's share of a payload; alike in form, so that all are taken or none.
+        """Split a payload into each rank's share; equal forms, so all ranks accept it or none.
 
         Raises:
-            CacheCorruptionError: it is of another abi, or the shares are unlike.
+            CacheCorruptionError: the abi differs, or the shares have different forms.
         """
         if part.abi != self._traits.kv_abi:
             raise CacheCorruptionError(f"a payload of {part.abi} cannot be loaded")
@@ -279,7 +279,7 @@ def _sendable(buffer: HostBuffer) -> HostBuffer:
 
 
 def mirror(link: Connection, backend: ModelBackendPort) -> None:
-    """Do what the other end says, call by call, until it says to end or is gone."""
+    """Execute calls from the other end until it sends `shutdown` or the connection ends."""
     try:
         while True:
             name, arguments = link.recv()
@@ -301,7 +301,7 @@ def _answer(backend: ModelBackendPort, name: str, arguments: tuple[Any, ...]) ->
         return error
     except (ValueError, KeyError, TypeError) as error:
         return type(error)(str(error))
-    except Exception as error:  # noqa: BLE001 - the other end decides what becomes of it
+    except Exception as error:  # noqa: BLE001 - the other end raises it
         return BackendError(f"{type(error).__name__}: {error}")
 
 

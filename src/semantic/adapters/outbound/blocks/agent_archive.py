@@ -2,10 +2,10 @@
 
     agent.json  turns/000001.json …  blocks/<name>.<kind>.safetensors …  manifest.json
 
-`docs/agents.md` describes the format. Checksums show damage; only the signature shows that a server
-whose key is known here wrote the file: block names say what state should be, and only who computed
-it can say that it is. Everything that is read is checked before it is believed; nothing in it is
-executed, and nothing is written under a name that stands in it.
+`docs/agents.md` describes the format. Checksums reveal damage. Only the signature proves that a
+server with a known key wrote the file: a block's name follows from its tokens, but does not prove
+that its KV cache was computed correctly. All content is checked before use, no content is executed,
+and no name from the archive is used as a path.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -38,9 +38,11 @@ OWN_SIGNER: Final = "this server"
 _FORMER: Final = b"semantic-agent/1\n"
 _BLOCK: Final = tarfile.BLOCKSIZE
 END: Final = bytes(2 * _BLOCK)
-_MAX_JSON: Final = 2**27
+_MAX_JSON: Final = 2**25  # bytes of one member
+_MAX_ALL_JSON: Final = 2**27
+_MAX_VALUES: Final = 2**21  # in all JSON members: a value takes up to 100 bytes of memory
 _MAX_FILE: Final = 2**30
-_MAX_MEMBERS: Final = 2**19
+_MAX_MEMBERS: Final = 2**16
 _KINDS: Final = "|".join(kind.value for kind in LayerKind)
 _IS_MEMBER: Final = re.compile(
     r"(?P<agent>agent\.json)|(?P<turn>turns/[0-9]{6,9}\.json)|(?P<manifest>manifest\.json)"
@@ -50,14 +52,14 @@ _ORDER: Final = ("agent", "turn", "block", "manifest")
 
 
 class AgentFile:
-    """`AgentFilePort` with KV cache as precise as block files keep it."""
+    """`AgentFilePort` with KV cache in the precision of block files."""
 
     def __init__(self, codec: KVCodec, keys: "ExportKeys") -> None:
         self._codec = codec
         self._keys = keys
 
     def write(self, items: Iterable[ExportItem]) -> Iterator[bytes]:
-        """Write a file, piece by piece."""
+        """Write an archive, piece by piece."""
         digests: dict[str, str] = {}
         fingerprint, num_turns = "", 0
         for item in items:
@@ -79,28 +81,34 @@ class AgentFile:
         yield END
 
     def check(self, pieces: Iterable[bytes]) -> str:
-        """Read a file to its end, see that it is whole, and say whose signature it has."""
+        """Read an archive to its end and check its digests; returns the name of its signer."""
         digests: dict[str, str] = {}
         signer = ""
         for member in read_members(pieces):
             if member.kind == "manifest":
                 signer = self._signer(member, digests)
             elif member.name in digests or len(digests) >= _MAX_MEMBERS:
-                raise _damaged(f"it has {member.name} twice, or too many members")
+                raise _damaged(f"it has {member.name} twice, or more than {_MAX_MEMBERS} members")
             else:
-                digests[member.name] = _sha256([member.content])
+                digests[member.name] = _sha256(member.pieces)
         return signer
 
     def read(self, pieces: Iterable[bytes], *, has_parts: bool) -> Iterator[ExportItem]:
-        """Read a file that was checked; blocks are passed over unless `has_parts`."""
+        """Read a checked archive; skips blocks unless `has_parts`."""
+        json_members = _JsonReader()
         for member in read_members(pieces):
-            if member.kind != "manifest" and (has_parts or member.kind != "block"):
-                yield self._parsed(member)
+            if member.kind == "block" and has_parts:
+                yield _parsed(member, self._read_part)
+            elif member.kind == "agent":
+                yield _parsed(member, lambda head: _read_head(json_members.parse(head)))
+            elif member.kind == "turn":
+                yield _parsed(member, lambda turn: _read_turn(json_members.parse(turn)))
 
     def _signer(self, manifest: "Member", digests: dict[str, str]) -> str:
-        match _parse(manifest):
+        content = manifest.content()
+        match _JsonReader().parse_content(manifest.name, content):
             case {"hmac": str(signature)}:
-                if manifest.content == compose_manifest(digests, signature):
+                if content == compose_manifest(digests, signature):
                     return self._keys.signer(signed_text(digests), signature)
         raise _damaged("its manifest does not match its members")
 
@@ -108,26 +116,8 @@ class AgentFile:
         pieces = block_format.compose(item.part, item.payload, self._codec, fingerprint)
         return [bytes(piece) for piece in pieces]
 
-    def _parsed(self, member: "Member") -> ExportItem:
-        try:
-            match member.kind:
-                case "agent":
-                    return _read_head(_HeadMember.model_validate(_parse(member)))
-                case "turn":
-                    return _read_turn(_TurnMember.model_validate(_parse(member)))
-                case _:
-                    return self._read_part(member)
-        except (CacheCorruptionError, CachePersistenceError) as error:
-            raise _damaged(error.message) from error
-        except ValidationError as error:
-            first = error.errors(include_input=False, include_url=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            raise _damaged(f"{member.name} is invalid: {place}: {first['msg']}") from error
-        except ValueError as error:
-            raise _damaged(f"{member.name} is invalid: {error}") from error
-
     def _read_part(self, member: "Member") -> ExportPart:
-        part, payload = block_format.read(memoryview(member.content), self._codec)
+        part, payload = block_format.read(memoryview(member.content()), self._codec)
         if member.name != _block_name(part):
             raise _damaged(f"{member.name} is another block than its name says")
         return ExportPart(part, payload)
@@ -138,15 +128,19 @@ class AgentFile:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One file of the archive: what its name says it is, and what it holds."""
+    """A file of the archive: kind, as its name states, and content, which can be read once."""
 
     kind: str
     name: str
-    content: bytes
+    pieces: Iterator[bytes]
+
+    def content(self) -> bytes:
+        """Read the content into memory."""
+        return b"".join(self.pieces)
 
 
 def compose_member(name: str, pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Write one member: its header, its content, and zeros up to the next multiple of 512."""
+    """Write one member: its header, its content, and zeros up to a multiple of 512 bytes."""
     pieces = list(pieces)
     header = tarfile.TarInfo(name)
     header.size = sum(map(len, pieces))
@@ -156,16 +150,18 @@ def compose_member(name: str, pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def read_members(pieces: Iterable[bytes]) -> Iterator[Member]:
-    """Read an archive's members; all that is not their content is checked on the way.
+    """Read an archive's members, and check everything except their content.
+
+    A member's content is streamed; this function keeps none of it in memory.
 
     Raises:
-        InvalidRequestError: it is cut off, something else than files of the four kinds in their
-            order is in it, or anything follows its end.
+        InvalidRequestError: the archive is truncated, contains anything but the four kinds of
+            members in their order, or has data after its end.
     """
     source = _Source(pieces)
     if source.peek(len(_FORMER)) == _FORMER:
         raise _damaged("an earlier version of Semantic wrote it; export the agent anew")
-    before, num_turns = "", 0
+    before, num_turns, num_json = "", 0, 0
     while before != "manifest":
         kind, name, num_bytes = _read_header(source.take(_BLOCK))
         if (before == "") != (kind == "agent") or (
@@ -176,22 +172,26 @@ def read_members(pieces: Iterable[bytes]) -> Iterator[Member]:
             num_turns += 1
             if name != _turn_name(num_turns):
                 raise _damaged(f"{name} is out of order")
-        content = source.take(num_bytes)
+        num_json += num_bytes if kind != "block" else 0
+        if num_json > _MAX_ALL_JSON:
+            raise _damaged(f"its turns take more than {_MAX_ALL_JSON >> 20} MB")
+        content = source.stream(num_bytes)
+        yield Member(kind, name, content)
+        for _ in content:
+            pass  # skip what the caller did not read
         if any(source.take(-num_bytes % _BLOCK)):
             raise _damaged(f"something follows {name} that belongs to no member")
-        yield Member(kind, name, content)
         before = kind
     if source.take(len(END)) != END or not source.has_only_zeros():
         raise _damaged("something follows its manifest")
 
 
 def _read_header(header: bytes) -> tuple[str, str, int]:
-    """Read what a member is, its name and its size."""
     try:
         member = tarfile.TarInfo.frombuf(header, "ascii", "strict")
     except (tarfile.HeaderError, ValueError) as error:
         raise _damaged("it is not an archive of an agent, or it is damaged") from error
-    if header[148:156] != b"%06o\0 " % member.chksum:  # it does not cover itself
+    if header[148:156] != b"%06o\0 " % member.chksum:  # the checksum does not cover itself
         raise _damaged("it is damaged")
     named = _IS_MEMBER(member.name)
     if named is None or member.type != tarfile.REGTYPE or member.linkname:
@@ -203,7 +203,7 @@ def _read_header(header: bytes) -> tuple[str, str, int]:
 
 
 class _Source:
-    """Bytes as they are asked for, out of pieces as they come."""
+    """Reads exact numbers of bytes from an iterator of arbitrary pieces."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self._pieces = iter(pieces)
@@ -222,19 +222,27 @@ class _Source:
         del self._buffer[:num_bytes]
         return taken
 
+    def stream(self, num_bytes: int) -> Iterator[bytes]:
+        while num_bytes:
+            if not self._buffer:
+                self.peek(1)
+            piece = self.take(min(num_bytes, len(self._buffer)))
+            num_bytes -= len(piece)
+            yield piece
+
     def has_only_zeros(self) -> bool:
-        """Read to the end; tools fill up an archive's last record."""
+        """Read to the end; tar tools pad the last record with zeros."""
         return not any(piece.strip(b"\0") for piece in chain([bytes(self._buffer)], self._pieces))
 
 
 def compose_manifest(digests: Mapping[str, str], signature: str) -> bytes:
-    """Write the last member: the SHA-256 of all others in their order, and the signature."""
+    """Write the manifest: the SHA-256 of all other members in order, and the signature."""
     manifest = {"format": FORMAT, "sha256": digests, "hmac": signature}
     return json.dumps(manifest, indent=1).encode() + b"\n"
 
 
 def signed_text(digests: Mapping[str, str]) -> bytes:
-    """What is signed: the format's name and a line for each member, as `sha256sum` prints it."""
+    """The signed text: the format's name and a line per member, as `sha256sum` prints it."""
     lines = (f"{digest}  {name}\n" for name, digest in digests.items())
     return f"{FORMAT}\n{''.join(lines)}".encode()
 
@@ -254,7 +262,7 @@ def _block_name(part: BlockPart) -> str:
     return f"blocks/{part.name.hex()}.{part.kind.value}.safetensors"
 
 
-# -- what is in it ----------------------------------------------------------------------------
+# -- JSON members -----------------------------------------------------------------------------
 
 _Name = Annotated[str, Field(max_length=1024)]
 _BlockHex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -288,14 +296,15 @@ def _head_bytes(head: ExportHead) -> bytes:
     return json.dumps({"id": head.agent.id, **named, "body": body}).encode()
 
 
-def _read_head(stored: _HeadMember) -> ExportHead:
+def _read_head(content: Any) -> ExportHead:
+    stored = _HeadMember.model_validate(content)
     body = json.dumps(stored.body)
     agent = ledger_json.decode_agent(LOCAL_TENANT, stored.id, body, is_foreign=True)
     return ExportHead(agent, stored.model, stored.fingerprint, stored.abi)
 
 
 def _turn_bytes(turn: Turn) -> bytes:
-    # Where it left another conversation is not told: that one stays behind.
+    # The divergence refers to another conversation, which is not exported.
     body = ledger_json.encode_turn(ledger_json.TurnBody.of(replace(turn, divergence=None)))
     pointer = turn.pointer
     place = [pointer.root.hex(), pointer.block.hex(), pointer.num_tokens] if pointer else None
@@ -312,7 +321,8 @@ def _turn_bytes(turn: Turn) -> bytes:
     ).encode()
 
 
-def _read_turn(stored: _TurnMember) -> Turn:
+def _read_turn(content: Any) -> Turn:
+    stored = _TurnMember.model_validate(content)
     turn_body = ledger_json.decode_turn(json.dumps(stored.body), is_foreign=True)
     pointer = None
     if stored.pointer is not None:
@@ -330,11 +340,36 @@ def _read_turn(stored: _TurnMember) -> Turn:
     )
 
 
-def _parse(member: Member) -> Any:
+class _JsonReader:
+    """Parses the JSON members of one archive and limits their total number of values."""
+
+    def __init__(self) -> None:
+        self._num_values = 0
+
+    def parse(self, member: Member) -> Any:
+        return self.parse_content(member.name, member.content())
+
+    def parse_content(self, name: str, content: bytes) -> Any:
+        self._num_values += sum(map(content.count, (b"[", b"{", b",")))
+        if self._num_values > _MAX_VALUES:
+            raise _damaged(f"{name} has too many values")
+        try:
+            return ledger_json.parse(content, is_foreign=True)
+        except (ValueError, RecursionError) as error:
+            raise _damaged(f"{name} is not JSON: {error}") from error
+
+
+def _parsed(member: Member, parse: Callable[[Member], ExportItem]) -> ExportItem:
     try:
-        return ledger_json.parse(member.content, is_foreign=True)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(f"{member.name} is not JSON: {error}") from error
+        return parse(member)
+    except (CacheCorruptionError, CachePersistenceError) as error:
+        raise _damaged(error.message) from error
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise _damaged(f"{member.name} is invalid: {place}: {first['msg']}") from error
+    except ValueError as error:
+        raise _damaged(f"{member.name} is invalid: {error}") from error
 
 
 def _damaged(problem: str) -> InvalidRequestError:
@@ -349,20 +384,20 @@ _KEY_PATTERN: Final = re.compile(r"[0-9a-f]{64}\n?")
 
 @dataclass(frozen=True, slots=True)
 class ExportKeys:
-    """Signs with one key and knows the signatures of several.
+    """Signs with this server's key and verifies signatures of several keys.
 
-    A key is a shared secret: whoever has it can sign as its owner.
+    A key is a shared secret: everyone who has it can create its owner's signatures.
     """
 
     own: bytes = field(repr=False)
     trusted: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     def sign(self, content: bytes) -> str:
-        """Sign as this installation."""
+        """Sign with this installation's key."""
         return _signature(self.own, content)
 
     def signer(self, content: bytes, signature: str) -> str:
-        """Say whose signature it is; empty if no key that is known here made it."""
+        """Return the name of the key that made a signature; empty if the key is unknown."""
         known = {OWN_SIGNER: self.own, **self.trusted}
         matching = [
             name
@@ -373,10 +408,10 @@ class ExportKeys:
 
 
 def own_key(path: Path) -> bytes:
-    """Read this installation's key, or make it if there is none.
+    """Read this installation's key; creates it if the file is missing.
 
     Raises:
-        CachePersistenceError: the file cannot be read or made, or is no key.
+        CachePersistenceError: the file cannot be read or created, or is not a key.
     """
     try:
         if not path.exists():
@@ -393,7 +428,7 @@ def own_key(path: Path) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Make the file whole or not at all; whoever was first keeps theirs."""
+    """Create the file atomically; if another process was first, its file stays."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)

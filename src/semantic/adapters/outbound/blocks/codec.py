@@ -1,19 +1,20 @@
-"""How payloads rest: as they are, or at 8 or 4 bits a number.
+"""How payloads are stored: raw, or quantised to 8 or 4 bits per number.
 
-Numbers are quantised in groups of 64 along the last axis. A group keeps its smallest value and a
-step, both in the buffer's own dtype, and every number as a count of steps above the smallest. An
-affine scale never needs larger steps than one around zero, since a group's range is at most twice
+Numbers are quantised in groups of 64 along the last axis. A group stores its minimum and a step
+size, both in the buffer's own dtype, and each number as a count of steps above the minimum. An
+affine scale never needs larger steps than a symmetric one, since a group's range is at most twice
 its largest magnitude, and keys often lie on one side of zero.
 
-What rests as it is: integers, buffers with a NaN or an infinity (no step stands for them), last
-axes that make no fair group, and recurrent state. A state is the sum of everything before it:
-all tokens after a restore would build on its error, where a key's error stays with its token.
+These stay raw: integers, buffers with a NaN or an infinity (no count represents them), last axes
+that fit no group size, and recurrent state. A state is the sum of everything before it, so
+its error would affect all tokens after a restore; a key's error affects only its own token.
 
-Numpy does not know bfloat16, so arrays of it are its bits. All formats are sign and magnitude:
-their bits, read as integers, sort as the numbers do once the magnitude of negative ones is turned
-around. Integers are also compared twice as fast.
+Numpy has no bfloat16, so arrays of it hold the raw bits. All supported dtypes are sign and
+magnitude: their bits, read as integers, sort like the numbers once the magnitude bits of negative
+numbers are inverted. Comparing integers is also twice as fast.
 
-Knows arrays in host memory; it does not know files or backends. Numpy lets other threads run.
+This module works on arrays in host memory and knows neither files nor backends. Numpy releases the
+GIL.
 """
 
 import math
@@ -34,10 +35,10 @@ Codes: TypeAlias = npt.NDArray[np.uint8]
 
 FORMATS: dict[int, KVFormat] = {16: "raw", 8: "q8g64", 4: "q4g64"}
 _BITS: dict[str, int] = {kv_format: bits for bits, kv_format in FORMATS.items()}
-_WIDEST = 32  # bits of a number
+_WIDEST = 32  # bits of the widest dtype
 _GROUP = 64
-_WHOLE_AXIS = (8, 128)  # an even last axis between these is one group
-_AT_ONCE = 4096  # groups: a megabyte of scratch; with less, threads would take turns too often
+_WHOLE_AXIS = (8, 128)  # an even last axis within these bounds forms one group
+_AT_ONCE = 4096  # groups per step: 1 MB of scratch; with less, threads switch the GIL too often
 
 
 # -- numbers of one dtype -----------------------------------------------------------------------
@@ -45,12 +46,12 @@ _AT_ONCE = 4096  # groups: a megabyte of scratch; with less, threads would take 
 
 @dataclass(frozen=True, slots=True)
 class FloatFormat:
-    """How numbers of one dtype are written.
+    """The binary format of one floating-point dtype.
 
     Attributes:
-        array: The numpy dtype of arrays of them; unsigned integers if numpy has none.
-        integer: Signed integers of the same size.
-        smallest: Smallest positive value whose inverse a float32 holds.
+        array: The numpy dtype of its arrays; unsigned integers if numpy lacks the dtype.
+        integer: The signed integer dtype of the same size.
+        smallest: Smallest positive value whose inverse is finite in float32.
         largest: Largest finite value.
     """
 
@@ -60,15 +61,15 @@ class FloatFormat:
     largest: float
 
     def widen(self, numbers: Array, out: Singles) -> None:
-        """Write numbers as float32, which holds all of them exactly."""
+        """Convert to float32, which represents all numbers exactly."""
         if self.array.kind == "u":
             np.left_shift(numbers, 16, out=out.view(np.uint32), dtype=np.uint32)
         else:
-            with np.errstate(invalid="ignore"):  # ARM tells of NaNs that signal
+            with np.errstate(invalid="ignore"):  # ARM raises a flag for signalling NaNs
                 np.copyto(out, numbers)
 
     def narrow(self, singles: Singles, out: Array) -> None:
-        """Write float32 numbers in this format, to the nearest; `singles` is used up."""
+        """Convert float32 to the nearest number of this format; overwrites `singles`."""
         if self.array.kind == "u":
             bits = singles.view(np.uint32)
             np.add(bits, 0x8000, out=bits)
@@ -78,13 +79,13 @@ class FloatFormat:
             np.copyto(out, singles, casting="same_kind")
 
     def widened(self, numbers: Array) -> Singles:
-        """Numbers as a new float32 array."""
+        """Convert to a new float32 array."""
         singles = np.empty(numbers.shape, np.float32)
         self.widen(numbers, singles)
         return singles
 
     def narrowed_up(self, singles: Singles) -> Array:
-        """Positive float32 numbers in this format, none of them smaller than it was."""
+        """Convert positive float32 numbers to this format, rounding up."""
         if self.array.kind == "u":
             return ((singles.view(np.uint32) + np.uint32(0xFFFF)) >> 16).astype(self.array)
         narrow = singles.astype(self.array)
@@ -92,7 +93,7 @@ class FloatFormat:
         return np.where(narrow.astype(np.float32) < singles, above, narrow)
 
     def bounds(self, groups: Array, at_once: int) -> tuple[Array, Array]:
-        """The smallest and the largest number of each row; a NaN is beyond every number."""
+        """The minimum and maximum of each row; NaN sorts beyond all numbers."""
         bits = groups.view(self.integer)
         lowest, highest = np.empty((2, len(bits)), self.integer)
         scratch = np.empty((min(at_once, len(bits)), bits.shape[1]), self.integer)
@@ -106,7 +107,7 @@ class FloatFormat:
 
 
 def _turned(bits: Array, out: Array) -> Array:
-    """Turn sign and magnitude into ranks, or ranks back."""
+    """Convert sign and magnitude to sortable integers, or back (it is its own inverse)."""
     sign = bits.dtype.itemsize * 8 - 1
     np.right_shift(bits, sign, out=out)
     np.bitwise_and(out, (1 << sign) - 1, out=out)
@@ -125,15 +126,15 @@ FLOATS: dict[str, FloatFormat] = {
 }
 
 
-# -- how payloads rest --------------------------------------------------------------------------
+# -- stored payloads ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBuffer:
-    """A buffer's name, shape and dtype, how it rests, and the tensors that are kept of it.
+    """A buffer's name, shape, dtype and storage format, and the tensors that store it.
 
     Attributes:
-        tensors: The buffer itself if it rests ``raw``; else its codes, steps and minima.
+        tensors: The buffer itself if the format is ``raw``; else its codes, steps and minima.
     """
 
     name: str
@@ -144,25 +145,25 @@ class StoredBuffer:
 
 
 def tensor_names(name: str, kv_format: str) -> tuple[str, ...]:
-    """What the tensors of a buffer are called."""
+    """The names of the tensors that store a buffer."""
     if kv_format == "raw":
         return (name,)
     return (f"{name}.codes", f"{name}.steps", f"{name}.minima")
 
 
 class KVCodec:
-    """Quantises payloads for their rest. Has no state: safe on any thread."""
+    """Quantises payloads for storage. Stateless and thread-safe."""
 
     def __init__(self, kv_format: KVFormat = "raw") -> None:
         self._kv_format = kv_format
 
     @property
     def kv_format(self) -> str:
-        """Part of the names of blocks; see `BlockNamespace`."""
+        """The storage format, which is part of block names; see `BlockNamespace`."""
         return self._kv_format
 
     def encode(self, payload: KVPayload) -> tuple[StoredBuffer, ...]:
-        """Quantise a payload's buffers, in their order; what stays raw is not copied."""
+        """Quantise a payload's buffers, in order; raw buffers are not copied."""
         is_raw = self._kv_format == "raw" or payload.kind is LayerKind.STATE
         quantised = [
             None if is_raw else _quantised(buffer, self._kv_format) for buffer in payload.buffers
@@ -173,10 +174,10 @@ class KVCodec:
         )
 
     def decode(self, stored: StoredBuffer) -> HostBuffer:
-        """Expand a buffer of any format; a raw one is handed on without a copy.
+        """Dequantise a buffer of any format; a raw buffer is not copied.
 
         Raises:
-            CacheCorruptionError: its tensors are not what its shape and dtype ask for.
+            CacheCorruptionError: the tensors do not match the buffer's shape and dtype.
         """
         if stored.kv_format == "raw":
             (buffer,) = stored.tensors
@@ -185,14 +186,14 @@ class KVCodec:
 
 
 def max_expanded_bytes(kv_format: str, num_bytes: int) -> int:
-    """Bytes that buffers and what they rest as take together while they are expanded, at most."""
+    """Upper bound of the bytes that stored and dequantised buffers take together."""
     if kv_format == "raw":
         return num_bytes
     return num_bytes + num_bytes * _WIDEST // _BITS[kv_format]
 
 
 def _group_size(shape: tuple[int, ...]) -> int | None:
-    """Numbers in a group; None if the last axis makes no fair group."""
+    """Numbers per group; None if the last axis fits no group size."""
     axis = shape[-1] if shape else 0
     if not math.prod(shape):
         return None
@@ -203,14 +204,14 @@ def _group_size(shape: tuple[int, ...]) -> int | None:
 
 
 def _quantised(buffer: HostBuffer, kv_format: str) -> StoredBuffer | None:
-    """Quantise a buffer, or return None if it has to stay as it is."""
+    """Quantise a buffer, or return None if it must stay raw."""
     floats, group = FLOATS.get(buffer.dtype), _group_size(buffer.shape)
     if floats is None or group is None:
         return None
     groups = np.frombuffer(buffer.data, floats.array).reshape(-1, group)
     low, high = floats.bounds(groups, _AT_ONCE)
     minima, maxima = floats.widened(low), floats.widened(high)
-    # A quarter keeps ranges, and numbers that are rounded up, finite. A NaN compares false.
+    # A quarter of the range keeps differences and rounded-up numbers finite. NaN compares false.
     if not (abs(minima).max() <= floats.largest / 4 and abs(maxima).max() <= floats.largest / 4):
         return None
     bits = _BITS[kv_format]
@@ -240,7 +241,7 @@ def _encode(
         rows = slice(first, first + _AT_ONCE)
         here = singles[: len(groups[rows])]
         floats.widen(groups[rows], here)
-        # Subtracted first: the difference is exact where it is small, so no count overflows.
+        # Subtract before scaling: small differences are exact, so no count overflows.
         np.subtract(here, minima[rows, None], out=here)
         np.multiply(here, inverse[rows, None], out=here)
         np.add(here, np.float32(0.5), out=here)
@@ -267,7 +268,7 @@ def _expanded(stored: StoredBuffer) -> HostBuffer:
         raise CacheCorruptionError(f"{stored.name} does not have the size of its shape")
     codes = np.frombuffer(stored.tensors[0].data, np.uint8)
     steps, minima = (np.frombuffer(t.data, floats.array) for t in stored.tensors[1:])
-    # What a hostile file makes of this is not a number; that is not worth a warning.
+    # A malicious file can produce NaN and infinity here; no warning is needed.
     with np.errstate(all="ignore"):
         numbers = _decode(
             codes.reshape(num_groups, -1),

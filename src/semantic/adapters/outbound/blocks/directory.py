@@ -1,11 +1,11 @@
-"""Whose a directory is: one server's at a time, and nobody's if it is no cache of ours.
+"""Claims and locks a cache directory: one server at a time, and only directories of Semantic.
 
-A cache directory is marked when it is made (`claim`); one of an earlier version, which made no
-marker, is told by its ledger. Nothing is read or written in any other.
+`claim` marks a new cache directory. A directory of an earlier version has no marker and is
+recognised by its ledger. The server reads and writes nothing in any other directory.
 
-The kernel holds the lock (`DirectoryLock`) and lets go of it when the process ends, however it
-ends. It is on the directory itself, so that it survives whatever is removed from it, and on a file
-that says who has it: some file systems lock no directories.
+The kernel holds the lock (`DirectoryLock`) and releases it when the process ends, even by a crash.
+The directory itself is locked, so that the lock survives the removal of any file. A file that
+names the lock's owner is locked as well, because some file systems cannot lock directories.
 """
 
 import errno
@@ -24,7 +24,7 @@ from pathlib import Path
 from semantic.adapters.outbound.blocks.tree import BLOCKS, QUARANTINE
 from semantic.adapters.outbound.ledger.files import SIDECARS
 from semantic.adapters.outbound.ledger.schema import APPLICATION_ID
-from semantic.adapters.outbound.ledger.sqlite import BACKUP_FILE, LEDGER_FILE, MARK_FILE
+from semantic.adapters.outbound.ledger.sqlite import BACKUP_FILES, LEDGER_FILE, MARK_FILE
 from semantic.domain.errors import CachePersistenceError, InvalidRequestError
 
 _log = logging.getLogger(__name__)
@@ -32,10 +32,10 @@ _log = logging.getLogger(__name__)
 MARKER_FILE, LOCK_FILE = "semantic-cache", "lock"
 _MARKER_TEXT = b"This is a cache directory of Semantic, which writes and deletes files in it.\n"
 _OWN_NAMES = (
-    *(MARKER_FILE, LOCK_FILE, BLOCKS, QUARANTINE, BACKUP_FILE, MARK_FILE),
+    *(MARKER_FILE, LOCK_FILE, BLOCKS, QUARANTINE, *BACKUP_FILES, MARK_FILE),
     *(f"{LEDGER_FILE}{suffix}" for suffix in ("", *SIDECARS)),
 )
-# SQLite's file format: what a database begins with, and its log.
+# Parts of SQLite's file format: a database's first bytes, and the write-ahead log.
 _MAGIC = b"SQLite format 3\0"
 _ID_PLACE = 68
 _LOG_HEADER, _FRAME_HEADER, _MAX_FRAMES = 32, 24, 64
@@ -43,11 +43,14 @@ _MAX_HOLDER = 1024
 
 
 def claim(directory: Path) -> None:
-    """See that a directory is a cache, or make it one; mutates it only then.
+    """Check that a directory is a cache, or turn an empty one into a cache.
+
+    Restricts the access to its files to their owner.
 
     Raises:
-        InvalidRequestError: it holds something else, or one of our names in it is a link.
-        CachePersistenceError: it cannot be read or written.
+        InvalidRequestError: the directory holds other files, or one of the cache's names in it is a
+            symbolic link.
+        CachePersistenceError: the directory cannot be read or written.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -73,7 +76,7 @@ def _refuse_links(directory: Path) -> None:
 
 
 def _adopt(directory: Path) -> None:
-    """Mark a directory that is empty or of an earlier version."""
+    """Mark a directory that is empty or belongs to an earlier version."""
     is_empty = not any(directory.iterdir())
     if not is_empty and not _holds_ledger(directory):
         raise InvalidRequestError(
@@ -83,7 +86,7 @@ def _adopt(directory: Path) -> None:
             param="cache_dir",
         )
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with suppress(FileExistsError):  # another server was faster; the lock tells them apart
+    with suppress(FileExistsError):  # another server was faster; the lock decides
         marker = os.open(directory / MARKER_FILE, flags, 0o600)
         try:
             os.write(marker, _MARKER_TEXT)
@@ -96,7 +99,7 @@ def _adopt(directory: Path) -> None:
 
 
 def _holds_ledger(directory: Path) -> bool:
-    """Whether there is a ledger, read without opening it as one: it may be somebody else's."""
+    """Look for a ledger without opening it in SQLite: the file may belong to another program."""
     application = struct.pack(">I", APPLICATION_ID)
     return any(
         page.startswith(_MAGIC) and page[_ID_PLACE : _ID_PLACE + 4] == application
@@ -105,10 +108,11 @@ def _holds_ledger(directory: Path) -> bool:
 
 
 def _first_pages(directory: Path) -> Iterator[bytes]:
-    """The first page of the ledger, as far as is needed, wherever a version of it may be."""
+    """The start of the ledger's first page, from every file that may contain one."""
     yield _read(directory / LEDGER_FILE, 0)
-    yield _read(directory / BACKUP_FILE, 0)
-    # A server that was killed before the first checkpoint has left it in the log alone.
+    for name in BACKUP_FILES:
+        yield _read(directory / name, 0)
+    # If the server was killed before the first checkpoint, only the log contains the page.
     log = directory / f"{LEDGER_FILE}-wal"
     header = _read(log, 0)
     if len(header) < _LOG_HEADER:
@@ -121,7 +125,7 @@ def _first_pages(directory: Path) -> Iterator[bytes]:
 
 
 def _read(path: Path, place: int) -> bytes:
-    """A few bytes of a file; none if it is not there, or is no plain file."""
+    """Read a few bytes; empty if the path is missing or not a regular file."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -135,15 +139,15 @@ def _read(path: Path, place: int) -> bytes:
 
 
 def keep_private(top: Path, skip: str = "") -> None:
-    """Let only their owner use a directory and what is below it; follows no link.
+    """Restrict a directory and everything below it to their owner; follows no symbolic link.
 
     Args:
-        top: Where to begin.
-        skip: A directory, wherever it is, whose content is passed over: it may be large, and others
-            cannot reach what is below a directory that is closed to them.
+        top: The directory to start with.
+        skip: Name of directories whose content is skipped. The content may be large, and is
+            already out of reach for others once its directory is restricted.
     """
     for _, directories, files, handle in os.fwalk(top, follow_symlinks=False):
-        # First the directory: from then on nobody else changes what is in it.
+        # The directory first: from then on, other users cannot change its content.
         with suppress(OSError):
             _restrict(".", handle)
         for name in (*files, skip) if skip in directories else files:
@@ -162,7 +166,7 @@ def _restrict(name: str, directory: int) -> None:
 
 
 class DirectoryLock:
-    """Holds a directory from its making until `close` or the end of the process.
+    """Locks a directory from construction until `close` or the end of the process.
 
     Example:
         >>> import tempfile
@@ -175,11 +179,12 @@ class DirectoryLock:
         """Take the lock.
 
         Raises:
-            InvalidRequestError: another process has it; says which.
+            InvalidRequestError: another process holds the lock; the message names it.
             CachePersistenceError: the directory cannot be written, or its file system has no locks.
         """
         self.path = directory / LOCK_FILE
         self._handles: list[int] = []
+        self._found = b""
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._take(directory)
@@ -197,15 +202,21 @@ class DirectoryLock:
     def __enter__(self) -> "DirectoryLock":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(is_refused=kind is not None)
 
-    def close(self) -> None:
-        """Let go; a second call does nothing."""
+    def close(self, *, is_refused: bool = False) -> None:
+        """Release the lock; a second call does nothing.
+
+        Args:
+            is_refused: The directory could not be used: restore the lock file's former content.
+        """
         if self._handles:
-            # A process that ended should not be named to the next one that asks.
+            # Clear the file, so that the next process is not pointed to one that has ended.
             with suppress(OSError):
                 os.ftruncate(self._handles[-1], 0)
+                if is_refused:
+                    os.pwrite(self._handles[-1], self._found, 0)
         self._let_go()
 
     def _let_go(self) -> None:
@@ -213,7 +224,6 @@ class DirectoryLock:
             os.close(self._handles.pop())
 
     def _take(self, directory: Path) -> None:
-        """Lock the directory, then the file."""
         self._handles.append(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         self._lock(directory, is_needed=False)
         while True:
@@ -221,13 +231,15 @@ class DirectoryLock:
             self._handles.append(os.open(self.path, flags, 0o600))
             self._lock(directory, is_needed=True)
             if self._is_in_place(self._handles[-1]):
-                _write_holder(self._handles[-1])
+                self._found = os.pread(self._handles[-1], _MAX_HOLDER, 0)
+                with suppress(OSError):  # on a full disk, the lock holds without naming its owner
+                    _write_holder(self._handles[-1])
                 return
-            # Someone removed the file between our opening and locking it.
+            # The file was removed between opening and locking it.
             os.close(self._handles.pop())
 
     def _lock(self, directory: Path, *, is_needed: bool) -> None:
-        """Lock what was opened last; `is_needed` is whether its file system must be able to."""
+        """Lock the handle opened last; raises for a file system without locks if `is_needed`."""
         try:
             fcntl.flock(self._handles[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -253,7 +265,6 @@ def _write_holder(handle: int) -> None:
 
 
 def _holder(path: Path) -> str:
-    """Say who holds the lock, as far as the file tells."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:

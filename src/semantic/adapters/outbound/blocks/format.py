@@ -1,7 +1,7 @@
-"""The bytes of a block part's file: a safetensors file that says what it is and can be checked.
+"""The format of a block part's file: a self-describing safetensors file with a checksum.
 
-`docs/cache-format.md` describes it byte by byte. This module turns descriptions into bytes and
-back and trusts nothing it reads; it does not open files.
+`docs/cache-format.md` describes it byte by byte. This module encodes and decodes files, treats all
+input as untrusted, and opens no files.
 """
 
 import json
@@ -22,12 +22,12 @@ from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload
 
 FORMAT: Final = "semantic.block.v1"
-SEALED: Final = b"SEMBLK\x00\x01"  # an encrypted file begins with this, and the length of its head
+SEALED: Final = b"SEMBLK\x00\x01"  # start of an encrypted file; the length of its head follows
 SEALED_OVERHEAD: Final = len(SEALED) + 4 + 2 * OVERHEAD
 ALIGNMENT: Final = 64
 LENGTH_BYTES: Final = 8
 MAX_HEADER: Final = 2**20
-MIN_HEAD: Final = 448  # what comes before the token ids has more bytes: three names, a checksum, …
+MIN_HEAD: Final = 448  # lower bound of the bytes before the token ids: three names, a checksum, …
 _TOKENS: Final = "tokens"
 _OPENING: Final = '{"__metadata__":{"checksum":"'
 _DIGITS: Final = 32
@@ -35,7 +35,7 @@ _SUM_START: Final = LENGTH_BYTES + len(_OPENING)
 _SUM_END: Final = _SUM_START + _DIGITS
 _DESCRIPTION: Final = re.compile(r"(\S+)\[([0-9,]{0,99})\] (\w+)", re.ASCII)
 
-# Backends spell dtypes in full or in short; others are kept as bytes.
+# Backends use long or short names of dtypes; tensors of other dtypes are stored as bytes.
 _DTYPES: Final = {
     spelling: (code, size)
     for code, size, spellings in (
@@ -61,7 +61,7 @@ Piece: TypeAlias = bytes | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Where a tensor lies in a file: its bytes ``[start, end)``, counted from the file's first."""
+    """A tensor's dtype code, shape, and byte range ``[start, end)`` within the file."""
 
     code: str
     shape: tuple[int, ...]
@@ -71,13 +71,13 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a file's header says; the tensors are known to lie within the file, side by side."""
+    """A file's header; its tensors are known to fill the file without gaps or overlaps."""
 
     metadata: dict[str, str]
     tensors: dict[str, Tensor]
 
     def field(self, name: str) -> str:
-        """One entry of the metadata."""
+        """One entry of the metadata; raises `CacheCorruptionError` if it is missing."""
         try:
             return self.metadata[name]
         except KeyError:
@@ -85,7 +85,7 @@ class Head:
 
     @property
     def tokens(self) -> Tensor:
-        """Where the token ids are."""
+        """The tensor of the token ids; raises `CacheCorruptionError` if it is missing."""
         tensor = self.tensors.get(_TOKENS)
         if tensor is None or tensor.code != "U32" or len(tensor.shape) != 1 or not tensor.shape[0]:
             raise CacheCorruptionError("the file has no token ids")
@@ -93,10 +93,10 @@ class Head:
 
 
 def compose(part: BlockPart, payload: KVPayload, codec: KVCodec, fingerprint: str) -> list[Piece]:
-    """Put a file together: pieces to be written one after the other.
+    """Build a file as pieces to be written one after the other.
 
     Raises:
-        CachePersistenceError: part and payload do not belong together.
+        CachePersistenceError: the payload does not belong to the part.
     """
     if payload.kind is not part.kind or payload.end != part.start + part.num_tokens:
         raise CachePersistenceError("the payload does not belong to the part")
@@ -118,7 +118,7 @@ def compose(part: BlockPart, payload: KVPayload, codec: KVCodec, fingerprint: st
     text = json.dumps(
         {"__metadata__": {"checksum": "0" * _DIGITS, **metadata}, **entries}, separators=(",", ":")
     ).encode()
-    # Spaces put the first buffer, which follows the token ids, on a multiple of 64.
+    # Spaces align the first buffer, which follows the token ids, to 64 bytes.
     text += b" " * (-(LENGTH_BYTES + len(text) + len(part.tokens)) % ALIGNMENT)
     head = struct.pack("<Q", len(text)) + text
     digits = _checksum([head[:_SUM_START], head[_SUM_END:], *pieces]).encode()
@@ -126,12 +126,12 @@ def compose(part: BlockPart, payload: KVPayload, codec: KVCodec, fingerprint: st
 
 
 def encrypt(pieces: Sequence[Piece], cipher: Cipher, context: bytes) -> list[Piece]:
-    """Encrypt a composed file: header and token ids by themselves, so that they can be read alone.
+    """Encrypt a file; header and token ids are encrypted apart, so they can be read alone.
 
     Args:
-        pieces: What `compose` made.
-        cipher: Encrypts.
-        context: Which file it is.
+        pieces: The result of `compose`.
+        cipher: The cipher to use.
+        context: Name of the file, which the ciphertext is bound to.
     """
     head = cipher.encrypt(b"".join(pieces[:2]), context + b" head")
     body = cipher.encrypt(b"".join(pieces[2:]), context + b" body")
@@ -139,15 +139,15 @@ def encrypt(pieces: Sequence[Piece], cipher: Cipher, context: bytes) -> list[Pie
 
 
 def is_encrypted(content: memoryview) -> bool:
-    """Whether a file's first bytes say that it is encrypted."""
+    """Whether a file's first bytes mark it as encrypted."""
     return bytes(content[: len(SEALED)]) == SEALED
 
 
 def encrypted_head(content: memoryview) -> tuple[int, int]:
-    """Where the encrypted head lies in a file's first bytes.
+    """Find the byte range of the encrypted head from a file's first bytes.
 
     Raises:
-        CacheCorruptionError: they are not those of an encrypted file.
+        CacheCorruptionError: the file is not encrypted.
     """
     start = len(SEALED) + 4
     if len(content) < start or not is_encrypted(content):
@@ -160,14 +160,15 @@ def decrypt_head(content: memoryview, cipher: Cipher, context: bytes) -> memoryv
     """Decrypt header and token ids.
 
     Raises:
-        CacheCorruptionError: it was changed, is another file's, or was encrypted with another key.
+        CacheCorruptionError: the head was changed, belongs to another file, or was encrypted with
+            another key.
     """
     start, end = encrypted_head(content)
     return memoryview(cipher.decrypt(content[start:end], context + b" head"))
 
 
 def decrypt(content: memoryview, cipher: Cipher, context: bytes) -> bytes:
-    """Undo `encrypt`; raises like `decrypt_head`."""
+    """Decrypt the result of `encrypt`; raises like `decrypt_head`."""
     _, end = encrypted_head(content)
     body = cipher.decrypt(content[end:], context + b" body")
     return bytes(decrypt_head(content, cipher, context)) + body
@@ -176,7 +177,7 @@ def decrypt(content: memoryview, cipher: Cipher, context: bytes) -> bytes:
 def _layout(
     tokens: bytes, tensors: Sequence[HostBuffer]
 ) -> tuple[dict[str, dict[str, object]], list[Piece]]:
-    """Give tensors their places: token ids first, then the widest, so that all stay aligned."""
+    """Assign offsets: token ids first, then tensors by decreasing width, so all stay aligned."""
     if len({_TOKENS, "__metadata__", *(t.name for t in tensors)}) < len(tensors) + 2:
         raise CachePersistenceError("two buffers of the payload have one name")
     views = {tensor.name: _as_bytes(tensor.data) for tensor in tensors}
@@ -218,10 +219,10 @@ def _checksum(pieces: Iterable[Piece]) -> str:
 
 
 def read(content: memoryview, codec: KVCodec) -> tuple[BlockPart, KVPayload]:
-    """Check a whole file and say which part it holds; the payload's buffers are views of it.
+    """Check a whole file; returns its part and its payload, whose raw buffers are views of it.
 
     Raises:
-        CacheCorruptionError: it is damaged, or contradicts itself.
+        CacheCorruptionError: the file is damaged or inconsistent.
     """
     _verify(content)
     head = read_head(content, len(content))
@@ -233,7 +234,7 @@ def read(content: memoryview, codec: KVCodec) -> tuple[BlockPart, KVPayload]:
 
 
 def _verify(content: memoryview) -> None:
-    """Compare a whole file with the checksum in it, which covers every other byte.
+    """Compare a whole file with its checksum, which covers every other byte.
 
     Raises:
         CacheCorruptionError: they differ.
@@ -246,10 +247,10 @@ def _verify(content: memoryview) -> None:
 
 
 def header_length(beginning: memoryview, file_size: int) -> int:
-    """Read how long the header is from a file's first bytes.
+    """Read the length of the header from a file's first bytes.
 
     Raises:
-        CacheCorruptionError: it cannot be.
+        CacheCorruptionError: the length is impossible.
     """
     if len(beginning) < LENGTH_BYTES:
         raise CacheCorruptionError("the file is too short")
@@ -260,10 +261,10 @@ def header_length(beginning: memoryview, file_size: int) -> int:
 
 
 def read_head(beginning: memoryview, file_size: int) -> Head:
-    """Read the header from a file's first bytes, which hold all of it.
+    """Parse the header from a file's first bytes, which must contain all of it.
 
     Raises:
-        CacheCorruptionError: it is not one of ours, or the tensors do not fill the file exactly.
+        CacheCorruptionError: the header is invalid, or the tensors do not fill the file exactly.
     """
     first = LENGTH_BYTES + header_length(beginning, file_size)
     header = beginning[LENGTH_BYTES:first]
@@ -298,10 +299,10 @@ def _tensor(entry: object, first: int) -> Tensor:
 
 
 def identify(head: Head, tokens: bytes, nbytes: int, last_used: float) -> BlockPart:
-    """Say which part a file holds; its name is computed anew from parent and token ids.
+    """Determine which part a file holds; recomputes its name from parent and token ids.
 
     Raises:
-        CacheCorruptionError: the header contradicts itself.
+        CacheCorruptionError: the header is inconsistent.
     """
     try:
         root, name, parent = (
@@ -320,10 +321,10 @@ def identify(head: Head, tokens: bytes, nbytes: int, last_used: float) -> BlockP
 
 
 def _stored_buffers(head: Head, content: memoryview) -> list[StoredBuffer]:
-    """Take the payload's buffers out of a file's content, without a copy.
+    """Extract the payload's buffers from a file's content without copying.
 
     Raises:
-        CacheCorruptionError: a buffer's description and its tensors differ.
+        CacheCorruptionError: a buffer's description does not match its tensors.
     """
     buffers = []
     num_tensors = 1

@@ -1,7 +1,7 @@
-"""Blocks in an object store, where every server finds them: S3, GCS, Azure, or a directory.
+"""Blocks in an object store that all servers share: S3, GCS, Azure, or a directory.
 
-An object has the bytes of a block part's file. It is written once, if it is not there, and never
-changed: two writers of one name write the same. Which objects count is the shared index's business.
+An object has the bytes of a block part's file. It is created once and never changed: two writers of
+the same name write the same content. The shared index determines which objects are valid.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ _KINDS = {kind.value: kind for kind in LayerKind}
 
 
 def open_store(url: str) -> ObjectStore:
-    """Open what a URL names: ``s3://bucket/prefix``, ``gs://…``, ``az://…``, ``file:///…``.
+    """Open an object store: ``s3://bucket/prefix``, ``gs://…``, ``az://…``, ``file:///…``.
 
-    Keys and regions come from the environment, as for the vendors' own tools.
+    Credentials and regions come from the environment, as for the vendors' own tools.
 
     Raises:
-        InvalidRequestError: it names nothing of the kind.
+        InvalidRequestError: the URL does not name an object store.
     """
     try:
         if url.startswith("memory:"):
@@ -46,13 +46,13 @@ def open_store(url: str) -> ObjectStore:
 
 
 class ObjectBlocks:
-    """`ObjectsPort` over one store. Safe on any thread."""
+    """`ObjectsPort` over one store. Thread-safe."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
     def put(self, key: PartKey, content: memoryview) -> None:
-        """Write an object, unless it is there."""
+        """Write an object, unless it exists."""
         with _refusal("written"), contextlib.suppress(AlreadyExistsError):
             obstore.put(self._store, _path(key), bytes(content), mode="create")
 
@@ -65,12 +65,15 @@ class ObjectBlocks:
                 raise CacheCorruptionError("the object is missing") from error
 
     def delete(self, key: PartKey) -> None:
-        """Remove an object; one that is not there is passed over."""
+        """Remove an object; ignores a missing one."""
         with _refusal("deleted"), contextlib.suppress(FileNotFoundError):
             obstore.delete(self._store, _path(key))
 
     def older_than(self, age_s: float) -> Iterator[list[PartKey]]:
-        """Name the objects that are older, by the store's own clock, many at a time."""
+        """Yield the keys of objects older than `age_s` by the store's own clock, page by page.
+
+        Writes a small object to read that clock.
+        """
         with _refusal("listed"):
             obstore.put(self._store, _CLOCK, b"")
             now = obstore.head(self._store, _CLOCK)["last_modified"]
@@ -87,7 +90,6 @@ def _path(key: PartKey) -> str:
 
 
 def _key(path: str) -> PartKey | None:
-    """The part an object is of; None if it is no part's."""
     digits, _, kind = path.rpartition("/")[2].partition(".")
     try:
         return BlockName(bytes.fromhex(digits)), _KINDS[kind]
@@ -97,7 +99,7 @@ def _key(path: str) -> PartKey | None:
 
 @contextlib.contextmanager
 def _refusal(verb: str) -> Iterator[None]:
-    """Raise the domain's error in place of the store's."""
+    """Convert the store's errors to domain errors."""
     try:
         yield
     except AlreadyExistsError:

@@ -1,10 +1,10 @@
-"""Where block files lie: which names are ours, and no way through a link.
+"""The directory tree of block files; never follows a symbolic link.
 
     <directory>/blocks/<root, 16 digits>/<name, 2 digits>/<name>.<kind>.safetensors
     <directory>/quarantine/<milliseconds>-<number>-<file name>
 
-What has any other name is not ours and is never touched. Directories are opened one below the
-other, never through a link. What files hold is the business of `files.py`.
+Files with any other name are never touched. Directories are opened level by level, relative to
+their parent, and links are refused. `files.py` reads and writes the content.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from semantic.domain.blocks import BlockPart
 from semantic.domain.spec import LayerKind
 
 BLOCKS, QUARANTINE = "blocks", "quarantine"
-TEMPORARY = ".tmp"  # a file that was being written when the server ended
+TEMPORARY = ".tmp"  # suffix of files that are being written, or were when the server crashed
 _SUFFIX = ".safetensors"
 _KINDS = "|".join(kind.value for kind in LayerKind)
 _FILE = rf"(?:[0-9a-f]{{64}}\.(?:{_KINDS}){re.escape(_SUFFIX)}|[0-9a-f]{{16}}-[0-9]+\.tmp)"
@@ -33,7 +33,7 @@ _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A file below `blocks`."""
+    """The location of a file below `blocks`."""
 
     root: str
     shard: str
@@ -41,13 +41,13 @@ class Place:
 
     @classmethod
     def of(cls, part: BlockPart) -> "Place":
-        """Where a part's file belongs."""
+        """The location of a part's file."""
         name = part.name.hex()
         return cls(part.root.hex()[:16], name[:2], f"{name}.{part.kind.value}{_SUFFIX}")
 
     @property
     def is_temporary(self) -> bool:
-        """Whether it is a file that was not finished."""
+        """Whether the file is unfinished."""
         return self.name.endswith(TEMPORARY)
 
     def __str__(self) -> str:
@@ -55,10 +55,10 @@ class Place:
 
 
 class BlockTree:
-    """The block files of one cache directory, and those that were set aside."""
+    """The block files of one cache directory, and its quarantine."""
 
     def __init__(self, directory: Path) -> None:
-        """Prepare; nothing is read or made yet."""
+        """Set the directory without reading or creating anything."""
         self._directory = directory
         self._numbers = itertools.count()
 
@@ -68,18 +68,18 @@ class BlockTree:
         """Open the directory of a file.
 
         Args:
-            place: Which file.
-            is_made: Make the directories that are missing, readable to nobody else.
-            is_synced: Their names survive a power failure.
+            place: Location of the file.
+            is_made: Create missing directories, accessible only to their owner.
+            is_synced: Sync created directories, so that they survive a power failure.
 
         Raises:
-            OSError: there is no such directory, or a link or a file is in its place.
+            OSError: the directory is missing, or a link or a file is in its place.
         """
         levels = (BLOCKS, place.root, place.shard)
         return self._opened(*levels, is_made=is_made, is_synced=is_synced)
 
     def places(self) -> Iterator[Place]:
-        """All that is named like a block or an unfinished file, where these belong."""
+        """Iterate over all files named like a block or an unfinished file."""
         for root in self._names(BLOCKS):
             if not _IS_ROOT(root):
                 continue
@@ -94,14 +94,14 @@ class BlockTree:
         """Move a file to quarantine.
 
         Raises:
-            OSError: it is not there, or cannot be moved.
+            OSError: the file is missing or cannot be moved.
         """
         name = f"{time.time_ns() // 10**6:013}-{next(self._numbers)}-{place.name}"
         with self.shard(place) as source, self._opened(QUARANTINE, is_made=True) as target:
             os.rename(place.name, name, src_dir_fd=source, dst_dir_fd=target)
 
     def empty_quarantine(self, before: float) -> int:
-        """Remove what was set aside up to a time; returns its bytes. What cannot go stays."""
+        """Remove files quarantined up to `before`, ignoring failures; returns the bytes freed."""
         freed = 0
         names = self._names(QUARANTINE, is_directory=False)
         with contextlib.suppress(OSError), self._opened(QUARANTINE) as handle:
@@ -116,7 +116,7 @@ class BlockTree:
         return freed
 
     def _names(self, *levels: str, is_directory: bool = True) -> list[str]:
-        """The names in a directory, those of directories or the others; none if it is not there."""
+        """The directories or the other entries of a directory; empty if it is missing."""
         try:
             with self._opened(*levels) as handle, os.scandir(handle) as entries:
                 return [
@@ -131,7 +131,7 @@ class BlockTree:
     def _opened(
         self, *levels: str, is_made: bool = False, is_synced: bool = False
     ) -> Iterator[int]:
-        # The cache directory itself may be reached through a link: its owner chose it.
+        # The cache directory itself may be a link, which its owner has chosen.
         if is_made and not self._directory.is_dir():
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = os.open(self._directory, _OPEN_DIRECTORY)
@@ -146,7 +146,7 @@ class BlockTree:
 
 
 def size_of(name: str, directory: int) -> int:
-    """Bytes of a file; 0 if it is not there."""
+    """Bytes of a file; 0 if it is missing."""
     try:
         return os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
     except FileNotFoundError:
@@ -154,9 +154,9 @@ def size_of(name: str, directory: int) -> int:
 
 
 def tree_size(directory: Path, skip: str | tuple[str, ...]) -> int:
-    """Bytes of all files below a directory, but for names that begin with (one of) `skip`.
+    """Bytes of all files below a directory, except names that start with (one of) `skip`.
 
-    What vanishes meanwhile does not count.
+    Ignores files that vanish during the walk.
     """
     total = 0
     try:

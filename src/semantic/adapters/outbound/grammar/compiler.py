@@ -1,6 +1,6 @@
 """Constrained decoding with llguidance: JSON schemas, patterns, choices and tool calls.
 
-llguidance never raises for a bad grammar or token; every state it reaches is checked here.
+llguidance never raises for a bad grammar or token, so every state is checked here.
 """
 
 import json
@@ -41,7 +41,7 @@ _GAP = '("\\n\\n" | "\\n")?'
 
 
 def shape_grammar(shape: ReplyShape, special_tokens: Mapping[str, int]) -> str:
-    """Write the grammar of a shape that is not free."""
+    """Write the grammar of a shape that is constrained."""
     lark = Lark(special_tokens)
     body = _body(lark, shape)
     lark.rule("start", f"{_thinking(lark, shape)} {body}".strip())
@@ -49,14 +49,14 @@ def shape_grammar(shape: ReplyShape, special_tokens: Mapping[str, int]) -> str:
 
 
 def exits(shape: ReplyShape) -> tuple[str, ...]:
-    """Texts that lead out of the free text a reply of this shape may hold."""
+    """Texts that end a free text which a reply of this shape may contain."""
     thinking = shape.format.thinking
     ends = (thinking.end,) if thinking is not None else ()
     return ends + (CALLS[shape.format.tools].exits if shape.allowed_tools else ())
 
 
 def _output(lark: Lark, output: OutputFormat) -> str:
-    """Add the rule for a reply's text and return how to refer to it."""
+    """Add the rule for a reply's text; returns a reference to it."""
     match output:
         case JsonFormat(schema, is_strict):
             wanted: JsonObject = {"type": "object"} if schema is None else schema
@@ -68,7 +68,7 @@ def _output(lark: Lark, output: OutputFormat) -> str:
 
 
 def _unanchored(pattern: str) -> str:
-    """A reply matches as a whole, so anchors around the pattern say nothing."""
+    """Remove outer anchors, which are redundant: the whole reply must match."""
     pattern = pattern.removeprefix("^")
     num_slashes = len(pattern[:-1]) - len(pattern[:-1].rstrip("\\"))
     is_anchor = pattern.endswith("$") and num_slashes % 2 == 0
@@ -97,7 +97,7 @@ def _answer(lark: Lark, shape: ReplyShape, output: OutputFormat | None) -> str:
 
 
 def _thinking(lark: Lark, shape: ReplyShape) -> str:
-    """What may, or must, come before the answer."""
+    """The rule for thinking before the answer; empty if there is none."""
     if shape.format.tools is ToolFormat.HARMONY:
         return _analysis(lark) if shape.may_think else ""
     markers = shape.format.thinking
@@ -115,18 +115,21 @@ def _analysis(lark: Lark) -> str:
 
 
 def tool_names(tools: Sequence[ToolSpec]) -> str:
-    """Name tools for an error message."""
+    """List tool names for an error message."""
     return ", ".join(json.dumps(tool.name) for tool in tools) or "none"
 
 
 _MAX_COMPILED = 64
-_MAX_COMPILED_S = 5.0  # what took long to compile is large
+_MAX_COMPILED_S = 5.0  # compile time of all cached grammars, a measure of their size
 _DEFINITIONS = ("$defs", "definitions")
 _MAX_TRIALS = 100
 
 
 class LLGuidanceGrammar:
-    """`GrammarPort` for one tokenizer. Made on first use: laying out a vocabulary takes a while."""
+    """`GrammarPort` for one tokenizer.
+
+    The vocabulary is laid out on first use, because that takes a while.
+    """
 
     def __init__(self, tokenizer: TokenizerPort) -> None:
         self._tokenizer = tokenizer
@@ -163,7 +166,7 @@ class LLGuidanceGrammar:
 
 
 class _Compiler:
-    """Compiles grammars that passed their trial, and keeps some. Safe on any thread."""
+    """Compiles grammars that passed their trial, and caches some. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -171,7 +174,7 @@ class _Compiler:
         self._kept: OrderedDict[str, tuple[LLMatcher, float]] = OrderedDict()
 
     def matcher(self, text: str) -> LLMatcher:
-        """A matcher for one reply. It shares its lexer with others of the same grammar."""
+        """Return a matcher for one reply; it shares its lexer with others of the same grammar."""
         with self._lock:
             if text in self._kept:
                 self._kept.move_to_end(text)
@@ -182,7 +185,7 @@ class _Compiler:
         return matcher.deep_copy()
 
     def renewed(self, text: str) -> LLMatcher:
-        """A matcher that shares nothing; the one that is kept, whose lexer is full, goes."""
+        """Return a matcher with a new lexer, and drop the cached matcher, whose lexer is full."""
         with self._lock:
             self._kept.pop(text, None)
         return self.vocabulary.compile(text)
@@ -237,18 +240,18 @@ def _check_shape(shape: ReplyShape) -> None:
     raise InvalidRequestError("tool_choice requires a tool, but none is offered.", param="tools")
 
 
-# -- where in a schema the trouble is: llguidance says only what it is ------------------------
+# -- locating a schema's fault: llguidance reports only the reason ----------------------------
 
 
 def _schema_fault(
     fault_of: Callable[[str], str], schema: JsonObject, *, is_lenient: bool
 ) -> str | None:
-    """Say where and why a schema cannot be enforced; None if it can.
+    """Describe where and why a schema cannot be enforced; None if it can.
 
     Args:
-        fault_of: Tries a grammar and says what is wrong with it.
-        schema: To look at; its parts are tried by themselves, some of them if it has many.
-        is_lenient: Keywords that cannot be enforced do not count.
+        fault_of: Tries a grammar and returns its error.
+        schema: The schema; its parts are tried separately, up to `_MAX_TRIALS`.
+        is_lenient: Ignore keywords that cannot be enforced.
     """
     shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
     num_trials = 0
@@ -264,7 +267,7 @@ def _schema_fault(
     if not reason:
         return None
     while True:
-        # The innermost part that fails by itself is where the fault is.
+        # The fault is in the innermost part that fails by itself.
         parts = _parts(part) if reason != EXCEEDED else []
         faulty = next(((p, s, e) for p, s in parts if (e := fault(s))), None)
         if faulty is None:
@@ -274,8 +277,8 @@ def _schema_fault(
 
 
 def _fault_line(reason: str) -> str:
-    """What llguidance's message says, without its listing of the grammar."""
-    _, is_pattern, detail = reason.partition("\nerror: ")  # of a pattern, after a drawing
+    """The message of llguidance without its listing of the grammar."""
+    _, is_pattern, detail = reason.partition("\nerror: ")  # a pattern's error follows a drawing
     if is_pattern:
         return detail.split("\n", 1)[0]
     if reason.startswith("NoExtension"):
@@ -286,7 +289,7 @@ def _fault_line(reason: str) -> str:
 
 
 def _parts(schema: JsonObject) -> list[tuple[str, JsonObject]]:
-    """The schemas directly inside a schema, with their paths from it."""
+    """The schemas directly inside a schema, with their relative paths."""
     parts: list[tuple[str, JsonValue]] = []
     for key, value in schema.items():
         if key in ("properties", "patternProperties", *_DEFINITIONS) and isinstance(value, dict):
@@ -299,5 +302,5 @@ def _parts(schema: JsonObject) -> list[tuple[str, JsonObject]]:
 
 
 def _is_whole(part: JsonObject) -> bool:
-    """Whether a part means the same by itself: it points at nothing but definitions."""
+    """Whether a part is self-contained: its `$ref` points only to definitions."""
     return str(part.get("$ref", "#/$defs/")).startswith(tuple(f"#/{key}/" for key in _DEFINITIONS))

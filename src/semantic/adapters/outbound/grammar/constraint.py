@@ -1,13 +1,14 @@
-"""One reply under a grammar: what may come next and, near the end of its budget, what closes it.
+"""One reply under a grammar: which tokens may follow and, near the end of the budget, must.
 
-While there is room every valid token is allowed. A look ahead now and then says how many tokens
-would complete the reply; when hardly more than those are left, only they are allowed, and text
-that opens nothing as long as it fits. So a reply is complete in time where a short way to its end
-is found; where none is, it is cut like any other reply.
+While there is room, every valid token is allowed. An occasional look-ahead estimates how many
+tokens would complete the reply. When hardly more than those are left, only they are allowed, and
+text that opens no new element as long as it fits. A reply is thus complete within the budget if
+the search finds a short completion; otherwise the budget truncates it like any other reply.
 
-The grammar says what may come next, not how far the end is. So the look ahead leads a copy of its
-state on by what usually closes: forced text, then brackets and quotes, then digits and letters.
-The search is bounded; what it finds is always valid, and not always the shortest.
+The grammar tells which tokens may follow, but not how far the end is. The look-ahead therefore
+advances a copy of its state by what usually closes a reply: forced text, then brackets and quotes,
+then digits and letters. The search is bounded; its result is always valid but not always the
+shortest.
 """
 
 import copy
@@ -23,20 +24,20 @@ from llguidance import LLMatcher
 from semantic.adapters.outbound.grammar.vocabulary import Bits, Vocabulary, ids_in
 from semantic.domain.errors import BackendError, InvalidRequestError
 
-_WATCHED_TOKENS = 512  # of a longer budget the beginning is not watched
-_GRACE_S = 1.0  # masks may take so long in all, on the engine's thread,
-_TOKEN_S = 0.05  # and so much longer with each token
+_WATCHED_TOKENS = 512  # look-ahead starts when at most so many tokens of the budget are left
+_GRACE_S = 1.0  # CPU time for all masks of a reply, on the engine's thread,
+_TOKEN_S = 0.05  # plus this much per token
 
 _MAX_STEPS = 128
 _MAX_OPTIONS = 4
-_MAX_FORCED = 1024  # bytes of forced text to take in one step
-_SWERVE_COST = 4  # levels of nesting that make up for another choice than the first
-_TEXT_PROBE = b"zQ {:"  # allowed together only where text is free
-_SPECIAL_TOKEN = b"\xff"  # how llguidance writes one among bytes
+_MAX_FORCED = 1024  # bytes of forced text per step
+_SWERVE_COST = 4  # cost of any option but the first, in levels of nesting
+_TEXT_PROBE = b"zQ {:"  # all allowed only where text is free
+_SPECIAL_TOKEN = b"\xff"  # llguidance's byte for a special token
 _CLOSING = b'}])"' + string.digits.encode()
-# A comma may commit a reply to as much as this.
+# A comma may require at most about this much more text.
 _ADDED = b', {"name": "get_weather", "arguments": {"city": "", "days": 0}}'
-_LAST = b", -\\<[{"  # what leads on rather than out
+_LAST = b", -\\<[{"  # characters that lead further in rather than out
 _ORDER = _CLOSING + bytes(
     byte
     for byte in sorted(b"\n" + string.printable[:95].encode(), key=lambda b: chr(b).isalpha())
@@ -45,7 +46,7 @@ _ORDER = _CLOSING + bytes(
 
 
 class GrammarConstraint:
-    """`TokenConstraint` for one reply. Used on one thread."""
+    """`TokenConstraint` for one reply. Not thread-safe."""
 
     def __init__(
         self,
@@ -54,13 +55,13 @@ class GrammarConstraint:
         max_tokens: int,
         recompile: Callable[[], LLMatcher],
     ) -> None:
-        """Begin before the first token.
+        """Start before the first token.
 
         Args:
-            matcher: A copy; what its lexer has learnt it shares with other copies.
-            closing: Looks for ways to the end.
-            max_tokens: The budget.
-            recompile: Makes a matcher that shares nothing.
+            matcher: A copy, which shares the states of its lexer with other copies.
+            closing: Searches for completions.
+            max_tokens: The token budget.
+            recompile: Creates a matcher that shares nothing.
         """
         self._matcher = matcher
         self._closing = closing
@@ -75,10 +76,10 @@ class GrammarConstraint:
         self._spent_s = 0.0
 
     def allowed(self) -> bytes:
-        """The tokens that keep the reply valid.
+        """Return the mask of the tokens that keep the reply valid.
 
         Raises:
-            InvalidRequestError: the grammar grew too complex.
+            InvalidRequestError: the grammar became too complex.
         """
         if self._mask is None:
             started = time.thread_time()
@@ -93,7 +94,7 @@ class GrammarConstraint:
 
         Raises:
             BackendError: the token was not allowed.
-            InvalidRequestError: the grammar grew too complex.
+            InvalidRequestError: the grammar became too complex.
         """
         is_on_way = self._way is not None and self._way[:1] == [token]
         self._way = self._way[1:] if self._way and is_on_way else None
@@ -106,7 +107,7 @@ class GrammarConstraint:
             self._renew()
 
     def copy(self) -> "GrammarConstraint":
-        """The same place, with a matcher of its own."""
+        """Return a constraint at the same position with its own matcher."""
         other = copy.copy(self)
         other._matcher, other._tokens = self._matcher.deep_copy(), list(self._tokens)
         return other
@@ -119,11 +120,11 @@ class GrammarConstraint:
             self._renew()
             mask = self._vocabulary.mask(self._matcher)
         if self._matcher.is_error():
-            self._renew()  # a second time there is nothing to try
+            self._renew()  # raises: a second renewal is not possible
         return self._steered(mask)
 
     def _renew(self) -> None:
-        """Start over with a lexer of its own: replies of one grammar fill the one they share."""
+        """Replay the reply with a new lexer: replies of one grammar fill the one they share."""
         reason = self._matcher.get_error().split("\n")[0]
         if "satisfy the grammar" in reason:
             raise BackendError(f"the reply left its grammar: {reason}")
@@ -134,20 +135,20 @@ class GrammarConstraint:
             raise _too_complex(reason)
 
     def _steered(self, mask: Bits) -> Bits:
-        """Near the end of the budget, keep only what closes."""
+        """Near the end of the budget, allow only tokens that lead to the end."""
         if self._way is None and self._num_left > self._look_at:
             return mask
         way = self._way or self._closing.way(self._matcher, self._num_left)
         num_spare = -2 if way is None else self._num_left - len(way) - 1  # one for the end token
         if way is None or not -1 <= num_spare <= self._margin:
-            # There is room yet, or no way out; a way may be found later.
+            # There is still room, or no completion was found; a later search may find one.
             num_free = max(self._num_left if num_spare < 0 else num_spare - self._margin, 0)
             self._look_at, self._way = self._num_left - 1 - num_free // 4, None
             return mask
         self._way = way
-        # Where text is forced the mask holds one way to write it, which need not be this one.
+        # For forced text, the mask allows only one tokenisation, which may differ from this one.
         allowed_mask = (mask & self._vocabulary.is_end) | self._vocabulary.pack(way[:1])
-        # A digit after a point, say: one more token may call for another.
+        # One more token may require another, such as a digit after a decimal point.
         is_open = num_spare > 1 or (not way and self._closing.is_text(self._matcher))
         return allowed_mask | (mask & self._vocabulary.is_plain) if is_open else allowed_mask
 
@@ -161,7 +162,7 @@ def _too_complex(reason: str) -> InvalidRequestError:
 
 @dataclass(order=True, slots=True)
 class _Path:
-    """Tokens that were tried. The cheapest goes on; of those, the one that got farthest."""
+    """Tokens tried so far. The search extends the cheapest path, then the longest."""
 
     cost: int
     num_missing: int
@@ -174,22 +175,22 @@ class Closing:
     """Finds short completions for one grammar.
 
     Attributes:
-        num_added: Tokens that one more may well add to the shortest completion.
+        num_added: Tokens by which one more token may lengthen the shortest completion.
     """
 
     def __init__(self, vocabulary: Vocabulary, exits: Sequence[Sequence[int]] = ()) -> None:
-        """Prepare.
+        """Compute `num_added`.
 
         Args:
-            vocabulary: Of the grammar.
-            exits: Texts that lead out of free text, e.g. ``</think>``; as tokens.
+            vocabulary: The vocabulary of the grammar.
+            exits: Texts that end free text, e.g. ``</think>``, as tokens.
         """
         self.vocabulary = vocabulary
         self.num_added = len(vocabulary.spell(_ADDED) or _ADDED)
         self._exits = [list(tokens) for tokens in exits if tokens]
 
     def way(self, matcher: LLMatcher, limit: int) -> list[int] | None:
-        """Tokens that complete the reply, about `limit` at most; None if none are found."""
+        """Find tokens that complete the reply, about `limit` at most; None if the search fails."""
         orders = itertools.count()
         paths = [_Path(0, 0, next(orders), matcher.deep_copy(), [])]
         for _ in range(_MAX_STEPS):
@@ -210,7 +211,7 @@ class Closing:
         return None
 
     def is_text(self, state: LLMatcher) -> bool:
-        """Whether any text may come next."""
+        """Whether any text may follow."""
         return all(self._allows(state, byte) for byte in _TEXT_PROBE)
 
     def _shortened(self, matcher: LLMatcher, tokens: list[int]) -> list[int]:
@@ -225,7 +226,7 @@ class Closing:
         )
 
     def options(self, state: LLMatcher) -> list[list[int]]:
-        """Ways on from here, as tokens, the most promising first."""
+        """Possible continuations as tokens, the most promising first."""
         known = self._forced(state) or self._way_out(state)
         if known:
             return [known]
@@ -243,16 +244,16 @@ class Closing:
         return token >= 0 and state.validate_tokens([token]) == 1
 
     def _forced(self, state: LLMatcher) -> list[int] | None:
-        """Tokens for what can only be written in one way."""
+        """Tokens of the text that the grammar forces next."""
         text, *special = state.compute_ff_bytes().split(_SPECIAL_TOKEN, 1)
         if special and not text:
             return state.compute_ff_tokens()
         return self.vocabulary.spell(text[:_MAX_FORCED])
 
     def _way_out(self, state: LLMatcher) -> list[int] | None:
-        """A text that is known to lead on, if it does so here."""
+        """The first of the exit texts that ends free text in this state."""
         for tokens in self._exits:
-            # Where it may stand twice it is mere text, as in a JSON string.
+            # If it may occur twice in a row, it is ordinary text, as in a JSON string.
             if len(tokens) <= state.validate_tokens([*tokens, *tokens]) < 2 * len(tokens):
                 return tokens
         return None

@@ -1,4 +1,4 @@
-"""Grammars in llguidance's dialect of Lark, and each family's notation of tool calls in it."""
+"""Grammars in llguidance's dialect of Lark, with each model family's syntax of tool calls."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,8 @@ from semantic.domain.reply_format import (
     ToolFormat,
 )
 
-# As templates write JSON; no other whitespace, so that a reply cannot dawdle in it.
+# JSON as chat templates write it. No other white space is allowed, because a model could otherwise
+# generate white space endlessly.
 _JSON_STYLE: JsonObject = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -22,14 +23,14 @@ _LENIENT: JsonObject = {**_JSON_STYLE, "lenient": True}
 
 
 class Lark:
-    """A grammar in llguidance's dialect of Lark, while it is written."""
+    """Builds a grammar in llguidance's dialect of Lark."""
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self._special_tokens = special_tokens
         self._rules: dict[str, str] = {"TEXT": "/(.|\\n)*/"}
 
     def text(self) -> str:
-        """All rules, in llguidance's dialect of Lark."""
+        """Return all rules as the grammar's text."""
         return "%llguidance {}\n" + "\n".join(f"{n}: {b}" for n, b in self._rules.items())
 
     def rule(self, name: str, body: str) -> str:
@@ -38,32 +39,32 @@ class Lark:
         return name.removesuffix("[lazy]")
 
     def json(self, schema: JsonObject, *, is_lenient: bool = False) -> str:
-        """Add a rule for JSON of a schema; returns its name."""
+        """Add a rule for JSON that follows a schema; returns its name."""
         styled = {**schema, "x-guidance": _LENIENT if is_lenient else _JSON_STYLE}
         return self.rule(f"json_{len(self._rules)}", f"%json {json.dumps(styled)}")
 
     def quoted(self, text: str) -> str:
-        """A string literal, as Lark escapes it."""
+        """Quote a string literal for Lark."""
         return json.dumps(text, ensure_ascii=False)
 
     def marker(self, text: str) -> str:
-        """A literal, or the special token that it is in this vocabulary."""
+        """A reference to the special token with that text, or a literal if there is none."""
         token = self._special_tokens.get(text)
         return self.quoted(text) if token is None else f"<[{token}]>"
 
     def markers(self, *texts: str) -> str:
-        """Literals and special tokens in a row."""
+        """A sequence of literals and special tokens."""
         return " ".join(self.marker(text) for text in texts)
 
     def text_until(self, name: str, end: str) -> str:
-        """Free text up to and including its end."""
+        """A rule for free text up to and including `end`."""
         if end in self._special_tokens:
             return f"TEXT {self.marker(end)}"
         return self.rule(f"{name}[lazy]", f"TEXT {self.quoted(end)}")
 
 
 class CallGrammar:
-    """One family's rules.
+    """The call syntax of one model family.
 
     Attributes:
         exits: Texts that end the free text inside a call, or lead to the call itself.
@@ -72,15 +73,15 @@ class CallGrammar:
     exits: tuple[str, ...] = ()
 
     def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
-        """One call of any of the tools."""
+        """A rule for one call of any of the tools."""
         raise NotImplementedError
 
     def several(self, lark: Lark, call: str) -> str:  # noqa: ARG002 - for families that can
-        """One call or more; one, where the family writes no more in a reply."""
+        """A rule for one or more calls; only one if the family's replies have at most one."""
         return call
 
     def among_text(self, lark: Lark, call: str) -> str:
-        """Free text that may hold calls."""
+        """A rule for free text that may contain calls."""
         raise NotImplementedError
 
 
@@ -94,7 +95,7 @@ def _any_of(rules: Sequence[str]) -> str:
 
 
 class _MarkedCall(CallGrammar):
-    """Calls between markers: the opening one tells a call from text."""
+    """Calls between markers; the opening marker distinguishes a call from text."""
 
     def __init__(self, tool_format: ToolFormat, separator: str = "\n") -> None:
         self._markers = CALL_MARKERS[tool_format]
@@ -128,7 +129,7 @@ class _Hermes(_MarkedCall):
 
 
 class _MistralList(_MarkedCall):
-    """One list of calls after the marker, so several calls are several entries."""
+    """One list of calls after the marker; several calls are several entries."""
 
     def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
         one = _any_of([_json_call(lark, tool, "arguments") for tool in tools])
@@ -170,7 +171,7 @@ class _QwenXml(_MarkedCall):
 
 
 class _Gemma(_MarkedCall):
-    """``call:name{key:value}``, strings between a marker of their own."""
+    """``call:name{key:value}``; strings are enclosed in a special marker."""
 
     def __init__(self, tool_format: ToolFormat) -> None:
         super().__init__(tool_format, separator="")
@@ -197,7 +198,7 @@ class _Gemma(_MarkedCall):
         return string if schema.get("type") == "string" else self._any_value(lark, string)
 
     def _any_value(self, lark: Lark, string: str) -> str:
-        """Objects and lists: well-formed, their own schema is left to the model."""
+        """Any well-formed object, list or scalar; nested schemas are not enforced."""
         number = lark.json({"type": ["number", "boolean", "null"]})
         key = "/[A-Za-z_][A-Za-z0-9_]*/"
         lark.rule("gemma_pair", f'{key} ":" gemma_value')
@@ -207,7 +208,7 @@ class _Gemma(_MarkedCall):
 
 
 class _LlamaJson(CallGrammar):
-    """The call is the whole reply; text is what does not begin like one."""
+    """The call is the whole reply; text must not start like a call."""
 
     def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
         return lark.rule("call", _any_of([_json_call(lark, t, "parameters") for t in tools]))
@@ -218,7 +219,7 @@ class _LlamaJson(CallGrammar):
 
 
 class _Pythonic(_LlamaJson):
-    """A list of calls with keyword arguments, written as JSON values."""
+    """A list of calls with keyword arguments, whose values are JSON."""
 
     def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
         lark.rule("entry", _any_of([_python_call(lark, tool) for tool in tools]))
@@ -258,7 +259,7 @@ class _Harmony(CallGrammar):
 
 
 def _parameters_of(tool: ToolSpec) -> list[tuple[str, JsonObject, bool]]:
-    """Name, schema and whether required of each parameter; required ones first."""
+    """Name, schema and required flag of each parameter, required ones first."""
     known, required = tool.parameters.get("properties"), tool.parameters.get("required")
     properties = known if isinstance(known, dict) else {}
     needed = required if isinstance(required, list) else []
@@ -270,7 +271,6 @@ def _parameters_of(tool: ToolSpec) -> list[tuple[str, JsonObject, bool]]:
 
 
 def _python_call(lark: Lark, tool: ToolSpec) -> str:
-    """A call with keyword arguments."""
     parameters = [
         (f"{lark.quoted(name + '=')} {_bare_value(lark, schema, tool)}", is_required)
         for name, schema, is_required in _parameters_of(tool)
@@ -279,7 +279,7 @@ def _python_call(lark: Lark, tool: ToolSpec) -> str:
 
 
 def _bare_value(lark: Lark, schema: JsonObject, tool: ToolSpec) -> str:
-    """One parameter's value as JSON; it may refer to the tool's definitions."""
+    """One parameter's value as JSON; its schema may refer to the tool's definitions."""
     shared: dict[str, JsonValue] = {
         key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters
     }
@@ -287,7 +287,7 @@ def _bare_value(lark: Lark, schema: JsonObject, tool: ToolSpec) -> str:
 
 
 def _in_order(lark: Lark, parameters: Sequence[tuple[str, bool]], separator: str) -> str:
-    """Required parameters, then any of the optional ones, with separators between."""
+    """Required parameters, then any of the optional ones, with separators between them."""
     comma = lark.quoted(separator)
     required = [rule for rule, is_required in parameters if is_required]
     optional = [rule for rule, is_required in parameters if not is_required]

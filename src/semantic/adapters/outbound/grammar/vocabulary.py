@@ -1,4 +1,4 @@
-"""A model's tokens, laid out for constraints, and grammars compiled for them."""
+"""A model's tokens as bit masks and bytes for constraints, and grammars compiled for them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from semantic.domain.errors import InvalidRequestError
 from semantic.ports.text import TokenizerPort
 
-# What opens or separates something, in JSON or around calls and thinking.
+# Characters that open or separate elements of JSON, tool calls or thinking.
 _SYNTAX = bytes(range(0x20)) + b'"\\\x7f{}[],:<>|`'
-_MAX_LEXER_STATES = 50_000  # they grow while a reply is written; 0.4 kB each
+_MAX_LEXER_STATES = 50_000  # at 0.4 kB each; the lexer adds states while a reply is generated
 
 Bits = NDArray[np.uint8]
 Encode = Callable[[str], list[int]]
@@ -21,7 +21,7 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a vocabulary is made of; other processes can be told it.
+    """The tokens of a vocabulary, in a form that can be sent to other processes.
 
     Attributes:
         pieces: The bytes of each token.
@@ -35,7 +35,7 @@ class Layout:
 
     @classmethod
     def of(cls, tokenizer: TokenizerPort) -> "Layout":
-        """Read a tokenizer.
+        """Read the layout from a tokenizer.
 
         Raises:
             InvalidRequestError: the model has no end token.
@@ -51,20 +51,20 @@ class Layout:
 
 
 class Vocabulary:
-    """The tokens of one model. Making it takes a while; it does not change, and serves any thread.
+    """The tokens of one model. Slow to create, immutable and thread-safe.
 
     Attributes:
         byte_ids: The token of each byte; -1 where there is none.
-        is_plain: Tokens that open, close and separate nothing.
-        is_end: Tokens that end a reply.
+        is_plain: Mask of the tokens without syntax characters, which open and separate nothing.
+        is_end: Mask of the tokens that end a reply.
     """
 
     def __init__(self, layout: Layout, encode: Encode | None = None) -> None:
-        """Lay out.
+        """Build the masks and llguidance's tokenizer.
 
         Args:
             layout: The tokens.
-            encode: The model's way to write text; without it bytes are written one by one.
+            encode: The model's tokenizer; without it, text is encoded byte by byte.
         """
         self.eos_ids = layout.eos_ids
         self.pieces = layout.pieces
@@ -82,27 +82,27 @@ class Vocabulary:
         )
 
     def compile(self, grammar: str) -> LLMatcher:
-        """Compile a grammar; what is wrong with it is in the matcher's error.
+        """Compile a grammar; the matcher reports an invalid grammar as its error.
 
-        No limit of the library holds here: some grammars take all time and memory there is.
+        The library's limits do not bound this call: some grammars exhaust time and memory.
         """
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
 
     def pack(self, tokens: Sequence[int]) -> Bits:
-        """One bit a token id, little-endian within a byte."""
+        """Make a mask with one bit per token id, little-endian within a byte."""
         flags = np.zeros(self.num_words * 32, bool)
         flags[list(tokens)] = True
         return np.packbits(flags, bitorder="little")
 
     def mask(self, matcher: LLMatcher) -> Bits:
-        """The tokens a matcher allows next."""
+        """Compute the mask of the tokens that a matcher allows next."""
         words = np.zeros((1, self.num_words), np.int32)
         fill_next_token_bitmask(matcher, words)
         mask: Bits = words.view(np.uint8)[0]
         return mask
 
     def fewest(self, tokens: Sequence[int]) -> list[int]:
-        """The same bytes in fewer tokens, where longer ones exist."""
+        """Encode the same bytes in fewer tokens, where longer tokens exist."""
         shorter: list[int] = []
         run: list[int] = []
         for token in tokens:
@@ -114,8 +114,8 @@ class Vocabulary:
         return shorter + self._merged(run)
 
     def spell(self, data: bytes) -> list[int] | None:
-        """Few tokens that spell the bytes; None if the vocabulary cannot."""
-        try:  # the tokenizer takes nothing but text
+        """Encode bytes in few tokens; None if the vocabulary cannot."""
+        try:  # the tokenizer accepts only text
             tokens: list[int] = self._tokenizer.greedy_tokenize(data.decode())
         except UnicodeDecodeError:
             tokens = [self.byte_ids[byte] for byte in data]
@@ -133,7 +133,7 @@ class Vocabulary:
 
 
 class _Encoder:
-    """What llguidance asks of a tokenizer."""
+    """The tokenizer interface that llguidance expects."""
 
     def __init__(self, layout: Layout, encode: Encode) -> None:
         self.eos_token_id = layout.eos_ids[0]
@@ -147,7 +147,7 @@ class _Encoder:
 
 
 def _is_plain(piece: bytes) -> bool:
-    """Whether a token is whole characters, none of which means anything."""
+    """Whether a token consists of whole characters without syntax characters."""
     try:
         piece.decode()
     except UnicodeDecodeError:

@@ -1,8 +1,8 @@
-"""Agents and turns as JSON text, and the one schema that such text must follow to be read.
+"""Encodes agents and turns as JSON, and validates such JSON against one schema.
 
-Rows of the ledger and files of agents are read by it alike. Its fields are those of the domain's
-dataclasses, its limits those of the agent API. What has a default may be absent and unknown keys
-are passed over, so rows of older servers stay readable. It knows no SQL.
+Ledger rows and exported agents share the schema. Its fields are those of the domain's dataclasses;
+its limits are those of the agent API. A field with a default may be absent and unknown keys are
+ignored, so that rows of older servers stay readable. This module contains no SQL.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ _TAGS: dict[type, str] = {
     ToolResultPart: "tool_result",
     ToolReferencePart: "tool_reference",
 }
-# These two are columns of the agent's row.
+# Stored in columns of the agent's row.
 _AGENT_KEY = ("id", "tenant")
 
 _T = TypeVar("_T")
@@ -74,7 +74,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TurnBody:
-    """What of a turn is stored as JSON; the rest is columns."""
+    """The fields of a turn that are stored as JSON; the others are columns."""
 
     messages: tuple[Message, ...]
     usage: Usage
@@ -88,18 +88,18 @@ class TurnBody:
 
     @classmethod
     def of(cls, turn: Turn) -> Self:
-        """Take it from a turn."""
+        """Copy the fields of a turn."""
         return cls(**{field.name: getattr(turn, field.name) for field in dataclasses.fields(cls)})
 
     def turn(self, **columns: Any) -> Turn:
-        """Make the turn again, with the fields that are columns."""
+        """Rebuild the turn, given the fields that are stored in columns."""
         return Turn(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **columns)
 
 
 # -- the schema -------------------------------------------------------------------------------
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-# JSON has lists and text where these types have tuples and enums; what is in them stays strict.
+# JSON has lists and strings instead of tuples and enums; the items themselves stay strict.
 _LISTED = Field(strict=False)
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
@@ -111,7 +111,7 @@ def _require_plain(value: JsonObject) -> JsonObject:
 
 
 def _schema(kind: type[Any], **limits: Any) -> Any:
-    """Make the schema of a dataclass from its fields; `limits` are types to use for some."""
+    """Build the schema of a dataclass from its fields; `limits` replaces the types of some."""
     shape: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         default: Any = ... if field.default is dataclasses.MISSING else field.default
@@ -130,7 +130,7 @@ def _tuple_of(item: Any, **limits: Any) -> Any:
 
 
 def _one_of(schemas: dict[type, Any]) -> Any:
-    """Tell parts apart by their `type`."""
+    """Discriminate content parts by their `type`."""
     tagged = [Annotated[schema, Tag(_TAGS[kind])] for kind, schema in schemas.items()]
     tag_of = Discriminator(lambda part: part.get("type") if isinstance(part, dict) else None)
     return Annotated[functools.reduce(operator.or_, tagged), tag_of]
@@ -185,7 +185,7 @@ _AGENT = TypeAdapter[Agent](
 
 
 def encode_agent(agent: Agent) -> str:
-    """Write an agent, without its id and tenant."""
+    """Encode an agent without its id and tenant, which are columns."""
     stored = _fields(agent)
     for name in _AGENT_KEY:
         del stored[name]
@@ -195,10 +195,10 @@ def encode_agent(agent: Agent) -> str:
 def decode_agent(
     tenant: str, agent_id: str, text: str | bytes, *, is_foreign: bool = False
 ) -> Agent:
-    """Undo `encode_agent`.
+    """Decode the result of `encode_agent`.
 
     Raises:
-        ValueError: it is no agent; see `parse` for what `is_foreign` refuses.
+        ValueError: the text is not an agent, or `is_foreign` is set and `parse` rejects it.
     """
 
     def decode() -> Agent:
@@ -210,31 +210,31 @@ def decode_agent(
 
 
 def encode_turn(body: TurnBody) -> str:
-    """Write what was said in a turn, and what it cost."""
+    """Encode a turn's messages, usage and other fields that are not columns."""
     return _dump(body)
 
 
 def decode_turn(text: str | bytes, *, is_foreign: bool = False) -> TurnBody:
-    """Undo `encode_turn`.
+    """Decode the result of `encode_turn`.
 
     Raises:
-        ValueError: it is no turn; see `parse` for what `is_foreign` refuses.
+        ValueError: the text is not a turn, or `is_foreign` is set and `parse` rejects it.
     """
     return _decoded("a turn", lambda: _TURN.validate_python(parse(text, is_foreign=is_foreign)))
 
 
 def parse(text: str | bytes, *, is_foreign: bool = False) -> Any:
-    """Read JSON.
+    """Parse JSON.
 
-    What clients and models wrote may hold what JSON has not: half a surrogate pair, NaN, infinity.
-    Rows of older servers have it as it came, and get a question mark or null in its place.
+    Text of clients and models may contain values that JSON does not allow: unpaired surrogates, NaN
+    and infinity. Rows of older servers store them unchanged; they become a question mark or null.
 
     Args:
-        text: What is read.
-        is_foreign: It comes from a stranger: such text is refused, and so is deep nesting.
+        text: The JSON text.
+        is_foreign: The text is untrusted: reject such values and deep nesting.
 
     Raises:
-        ValueError: it is not JSON, or is refused.
+        ValueError: the text is not JSON, or is rejected.
     """
     whole = text if isinstance(text, str) else text.decode("utf-8", "surrogatepass")
     if not is_foreign:
@@ -257,12 +257,14 @@ def _decoded(what: str, decode: Callable[[], _T]) -> _T:
 
 
 def _fields(value: Any) -> Any:
-    """A value of the domain as JSON can hold it; called for what is within it too."""
+    """Convert one domain value for JSON; `json.dumps` calls it again for nested values."""
     if isinstance(value, enum.Enum):
         return value.value
     stored = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Message) and not value.is_instruction:
         del stored["is_instruction"]
+    if isinstance(value, ToolUsePart) and not value.is_cut:
+        del stored["is_cut"]
     tag = _TAGS.get(type(value))
     return {"type": tag} | stored if tag else stored
 
@@ -271,7 +273,7 @@ def _dump(stored: object) -> str:
     try:
         text = _compact(stored)
     except ValueError:
-        # NaN or infinity, as Python's parser takes them from clients.
+        # NaN or infinity, which Python's JSON parser accepts from clients.
         loose = json.dumps(stored, default=_fields)
         text = _compact(json.loads(loose, parse_constant=lambda _: None))
     return _whole_characters(text)
@@ -283,5 +285,5 @@ def _compact(stored: object) -> str:
 
 
 def _whole_characters(text: str) -> str:
-    """Text with a question mark for half a surrogate pair, as prompts have it too."""
+    """Replace unpaired surrogates by a question mark, as prompts do."""
     return text.encode(errors="replace").decode()

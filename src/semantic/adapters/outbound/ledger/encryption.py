@@ -1,15 +1,19 @@
-"""Rows with their text encrypted: what was said, its tokens, system prompts, tenants' salts.
+"""Encrypts the content of ledger rows: messages, tokens, system prompts and tenants' salts.
 
-Ids, names, times and sizes stay as they are: SQL looks things up by them. An encrypted row is
-bound to its table and key. Its checksum is that of the row as it stands in the file, so that damage
-differs from a wrong key, and rows can be rescued without one. It opens no connection.
+Ids, names, times and sizes stay unencrypted, because SQL looks rows up by them. An encrypted value
+is bound to its table, key and column. The checksum covers the row as stored in the file, so that
+damage is distinguishable from a wrong key, and rows can be rescued without the key. This module
+opens no connections.
 """
 
 import sqlite3
+from contextlib import suppress
 
 from semantic.adapters.outbound.cipher import Cipher, is_encrypted
 from semantic.adapters.outbound.ledger.schema import (
+    CHECKED_TABLES,
     PARTS,
+    DamagedLedgerError,
     Row,
     Table,
     with_checksum,
@@ -18,16 +22,21 @@ from semantic.adapters.outbound.ledger.schema import (
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 
 _TEXT, _BYTES = b"t", b"b"
+_NUM_TRIED = 16
+
+
+class WrongKeyError(CachePersistenceError):
+    """A value was encrypted with a different key, or is damaged."""
 
 
 class LedgerConnection(sqlite3.Connection):
-    """A connection that knows how its rows are encrypted; None if they are not."""
+    """A connection with the cipher of its rows; None if they are not encrypted."""
 
     cipher: Cipher | None = None
 
 
 def to_stored(connection: sqlite3.Connection, table: Table, values: Row) -> Row:
-    """A row as it is to be written: encrypted, if there is a key, and with its checksum."""
+    """Encrypt a row, if the connection has a key, and append its checksum."""
     cipher = _cipher(connection)
     if cipher is not None:
         encrypted = list(values)
@@ -39,11 +48,12 @@ def to_stored(connection: sqlite3.Connection, table: Table, values: Row) -> Row:
 
 
 def from_stored(connection: sqlite3.Connection, table: Table, row: Row) -> Row:
-    """Undo `to_stored`.
+    """Check and decrypt a row that `to_stored` made.
 
     Raises:
-        DamagedLedgerError: the row is not as it was written.
-        CachePersistenceError: the key is wrong or missing, or there should be none.
+        DamagedLedgerError: the row does not match its checksum.
+        CachePersistenceError: the key is wrong or missing, or the row is not encrypted although
+            a key is set.
     """
     values = without_checksum(table, row)
     cipher = _cipher(connection)
@@ -57,15 +67,30 @@ def from_stored(connection: sqlite3.Connection, table: Table, row: Row) -> Row:
     return tuple(decrypted)
 
 
+def check_key(connection: sqlite3.Connection) -> bool:
+    """Try the connection's key on a row; returns False if no undamaged row was found.
+
+    Raises:
+        CachePersistenceError: the key is wrong or missing, or the row is not encrypted although
+            a key is set.
+    """
+    for table in (*CHECKED_TABLES, PARTS):
+        for row in connection.execute(table.select("LIMIT ?"), (_NUM_TRIED,)):
+            with suppress(DamagedLedgerError):
+                from_stored(connection, table, row)
+                return True
+    return False
+
+
 def _cipher(connection: sqlite3.Connection) -> Cipher | None:
     return connection.cipher if isinstance(connection, LedgerConnection) else None
 
 
 def _check_presence(cipher: Cipher | None, value: object) -> None:
-    """See that a value is encrypted if and only if there is a key.
+    """Check that a value is encrypted if and only if a key is set.
 
     Raises:
-        CachePersistenceError: it is not so; nothing was changed.
+        CachePersistenceError: only one of both is true.
     """
     has_cipher_text = isinstance(value, bytes) and is_encrypted(value)
     if has_cipher_text and cipher is None:
@@ -84,13 +109,13 @@ def _decrypted(cipher: Cipher, value: bytes, context: bytes) -> bytes:
     try:
         return cipher.decrypt(value, context)
     except CacheCorruptionError as error:
-        raise CachePersistenceError(
+        raise WrongKeyError(
             "the cache was encrypted with a different key. Nothing was changed."
         ) from error
 
 
 def _context(table: Table, values: Row, column: int) -> bytes:
-    """What an encrypted value is, so that it counts nowhere else."""
+    """The associated data of a value: it makes a value invalid in any other place."""
     place = (table.name, *values[: table.num_keys], column)
     return repr(place).encode("utf-8", "surrogatepass")
 
@@ -98,7 +123,7 @@ def _context(table: Table, values: Row, column: int) -> bytes:
 def _packed(table: Table, value: str | bytes) -> bytes:
     if isinstance(value, str):
         return _TEXT + value.encode()
-    return value if table is PARTS else _BYTES + value  # tokens of parts are never text
+    return value if table is PARTS else _BYTES + value  # tokens of parts are always bytes
 
 
 def _unpacked(table: Table, content: bytes) -> str | bytes:

@@ -1,12 +1,14 @@
-"""Opening the ledger's files, and saying for people why it cannot be done.
+"""Opens, copies and syncs the ledger's files, and converts failures to readable errors.
 
-All files of a ledger are its owner's alone. It knows no tables.
+Only the owner has access to a ledger's files. This module knows no tables.
 """
 
+import errno
 import fcntl
 import os
 import sqlite3
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -15,39 +17,69 @@ from urllib.parse import quote
 
 from semantic.adapters.outbound.cipher import Cipher
 from semantic.adapters.outbound.ledger.encryption import LedgerConnection
-from semantic.adapters.outbound.ledger.schema import DamagedLedgerError
+from semantic.adapters.outbound.ledger.schema import DamagedLedgerError, DamagedRowError
 from semantic.domain.errors import CachePersistenceError
 
 SIDECARS = ("-wal", "-shm", "-journal")
 _OWNER_ONLY = 0o600
-_MARK_DIGITS = 18  # so many fit into an integer of SQLite
+_MARK_DIGITS = 18  # the most digits that always fit into an SQLite integer
 _RETRY_AFTER_S = 1.0
+_ROOM_BYTES = 2**18  # for the write-ahead log's index and some pages
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _UNWRITABLE = (
     *(sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM),
     sqlite3.SQLITE_AUTH,
 )
-# The second comes from a name or a message that is no text.
-READ_ERRORS = (sqlite3.Error, UnicodeDecodeError, DamagedLedgerError)
+READ_ERRORS = (sqlite3.Error, DamagedLedgerError)
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT)
-# A table that should be there or text that is none; a length that was never written.
+# While reading: a missing table (ERROR), or an impossible length (TOOBIG).
 _DAMAGED_IF_READ = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_TOOBIG)
 
 
 def primary_code(error: sqlite3.Error) -> int:
-    """SQLite's result code without its details; that of a mere error if there is none."""
+    """SQLite's primary result code; SQLITE_ERROR if the exception has none."""
     return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)) & 0xFF
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an error met while reading can only come from a damaged file."""
+    """Whether an error raised while reading can only come from a damaged file."""
     if isinstance(error, sqlite3.Error):
         return primary_code(error) in (*_DAMAGED, *_DAMAGED_IF_READ)
-    return isinstance(error, DamagedLedgerError | UnicodeDecodeError)
+    return isinstance(error, DamagedLedgerError)
 
 
-def refusal(path: Path, error: Exception) -> CachePersistenceError:
-    """Say what is wrong with a ledger and what to do about it."""
+def is_full(error: Exception, directory: Path) -> bool:
+    """Whether a full disk caused an error; SQLite may report it as an I/O or open error."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if not isinstance(error, sqlite3.Error):
+        return False
+    code = primary_code(error)
+    is_unclear = code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+    return code == sqlite3.SQLITE_FULL or (is_unclear and not has_room(directory))
+
+
+def has_room(directory: Path) -> bool:
+    """Whether the directory has room for a small file; writes one to find out."""
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            return file.write(bytes(_ROOM_BYTES)) == _ROOM_BYTES
+    except OSError:
+        return False
+
+
+def refusal(path: Path | str, error: Exception) -> CachePersistenceError:
+    """Convert an error to one that states the problem and the remedy.
+
+    Args:
+        path: The ledger's path, or only its name if clients see the message.
+        error: The error that was raised.
+    """
+    if isinstance(error, DamagedRowError):
+        return CachePersistenceError(
+            f"{error}, and no backup has it. Rewind the agent to an earlier turn; a restart of the "
+            "server does so too."
+        )
     code = primary_code(error) if isinstance(error, sqlite3.Error) else None
     if code in _LOCKED:
         return CachePersistenceError(
@@ -73,25 +105,25 @@ def refusal(path: Path, error: Exception) -> CachePersistenceError:
 
 
 def connect(path: Path, timeout_s: float, cipher: Cipher | None = None) -> sqlite3.Connection:
-    """Open a database for writing, making it if need be; any one thread at a time may use it."""
+    """Open a database for writing, creating it if missing; not for concurrent use by threads."""
     with suppress(FileExistsError):
-        # SQLite gives the files beside it the same mode.
+        # SQLite creates the files beside it with the same mode.
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, _OWNER_ONLY))
     if path.stat().st_mode & 0o077:
         path.chmod(_OWNER_ONLY)
-    made = sqlite3.connect(
-        path, timeout_s, isolation_level=None, check_same_thread=False, factory=LedgerConnection
-    )
-    made.cipher = cipher
-    return made
+    return _connect(f"file:{quote(str(path))}", timeout_s, cipher)
 
 
 def connect_read_only(
     path: Path, timeout_s: float, cipher: Cipher | None = None
 ) -> sqlite3.Connection:
-    """Open a database that is there; any one thread at a time may use it."""
+    """Open an existing database for reading; not for concurrent use by threads."""
+    return _connect(f"file:{quote(str(path))}?mode=ro", timeout_s, cipher)
+
+
+def _connect(uri: str, timeout_s: float, cipher: Cipher | None) -> sqlite3.Connection:
     made = sqlite3.connect(
-        f"file:{quote(str(path))}?mode=ro",
+        uri,
         timeout_s,
         isolation_level=None,
         check_same_thread=False,
@@ -99,16 +131,32 @@ def connect_read_only(
         factory=LedgerConnection,
     )
     made.cipher = cipher
+    # Invalid UTF-8 occurs only in damaged rows, and their checksum reveals it.
+    made.text_factory = lambda data: data.decode(errors="replace")
+    return made
+
+
+def connect_unchanged(path: Path, cipher: Cipher | None = None) -> sqlite3.Connection:
+    """Open a database without writing or creating any file; no other process may have it open.
+
+    SQLite does not even apply the log of a killed process, but indexes it in memory.
+    """
+    log = Path(f"{path}-wal")
+    has_log = log.exists() and log.stat().st_size > 0
+    # Without locks, SQLite needs no -shm file beside the log; `immutable` would ignore the log.
+    how = "mode=ro&vfs=unix-none" if has_log else "immutable=1"
+    made = _connect(f"file:{quote(str(path))}?{how}", 0.0, cipher)
+    made.execute("PRAGMA locking_mode = EXCLUSIVE").fetchone()
     return made
 
 
 def check_pages(connection: sqlite3.Connection) -> None:
-    """Look at every page, and whether tables and their indices agree.
+    """Check every page, and the consistency of tables and their indices.
 
     A gigabyte takes a second or two.
 
     Raises:
-        DamagedLedgerError: one is not what it should be.
+        DamagedLedgerError: the check found an error.
     """
     (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if found != "ok":
@@ -116,7 +164,7 @@ def check_pages(connection: sqlite3.Connection) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Come back when a file, or a directory's list of files, would survive a power failure."""
+    """Sync a file, or a directory's entries, so that it survives a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         sync(handle)
@@ -125,31 +173,26 @@ def sync_file(path: Path) -> None:
 
 
 def sync(handle: int) -> None:
-    """Come back when what is open would survive a power failure."""
+    """Sync an open file, so that it survives a power failure."""
     if sys.platform == "darwin":
-        # A plain fsync leaves it in the drive's own cache there.
+        # A plain fsync leaves the data in the drive's cache on macOS.
         fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
     else:
         os.fsync(handle)
 
 
-def suspect_file(path: Path) -> Path:
-    """The file that says that damage was seen, for the next start to see to it."""
-    return Path(f"{path}.suspect")
-
-
 class Mark:
-    """A small file beside the ledger that says how much was logged: a ledger that says less is cut.
+    """A small file with the number of logged changes: a ledger with fewer changes was truncated.
 
-    It is written after each change and never synced: it survives the death of the process, and may
-    be behind the ledger, but is ahead of it only if changes are lost.
+    The mark is written after each change and never synced. It survives a crash of the process and
+    may lag behind the ledger; it is ahead only if the ledger has lost changes.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> int:
-        """How much was logged; 0 if that is not known."""
+        """Read the number of logged changes; 0 if it is unknown."""
         try:
             text = self._path.read_bytes()
         except OSError:
@@ -158,7 +201,7 @@ class Mark:
         return int(text) if is_whole else 0
 
     def write(self, number: int) -> None:
-        """Note it. A disk that fails is told of by the ledger itself."""
+        """Write the number. Ignores errors, because the ledger reports a failing disk itself."""
         with suppress(OSError):
             flags = os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
             handle = os.open(self._path, flags, _OWNER_ONLY)
@@ -169,17 +212,17 @@ class Mark:
 
 
 def copy_database(source: sqlite3.Connection, path: Path, timeout_s: float) -> None:
-    """Write a copy that is checked and would survive a power failure.
+    """Write a checked and synced copy; removes the copy on failure.
 
     Raises:
-        DamagedLedgerError: a page of it is not what it should be.
+        DamagedLedgerError: a page of the copy is damaged.
     """
     remove(path)
     try:
         with closing(connect(path, timeout_s)) as copy:
             copy.execute("PRAGMA synchronous = OFF")
             source.backup(copy)
-            # One file, without a log beside it.
+            # A single file without a write-ahead log beside it.
             copy.execute("PRAGMA journal_mode = DELETE").fetchone()
             check_pages(copy)
         sync_file(path)
@@ -189,20 +232,20 @@ def copy_database(source: sqlite3.Connection, path: Path, timeout_s: float) -> N
 
 
 def move(path: Path, target: Path) -> None:
-    """Move a database and the files beside it; what is not there is passed over."""
+    """Move a database and the files beside it; ignores missing files."""
     for suffix in ("", *SIDECARS):
         with suppress(FileNotFoundError):
             Path(f"{path}{suffix}").replace(f"{target}{suffix}")
 
 
 def remove(path: Path) -> None:
-    """Remove a database and the files beside it."""
+    """Remove a database and the files beside it; ignores missing files."""
     for suffix in ("", *SIDECARS):
         Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
 class Readers:
-    """Connections that only read, lent to one thread at a time. Safe on any thread."""
+    """A pool of read connections, each lent to one thread at a time. Thread-safe."""
 
     def __init__(self, path: Path, timeout_s: float, cipher: Cipher | None = None) -> None:
         self._path, self._timeout_s, self._cipher = path, timeout_s, cipher
@@ -212,10 +255,11 @@ class Readers:
 
     @contextmanager
     def lend(self) -> Iterator[sqlite3.Connection]:
-        """Lend a connection for the time of a reading.
+        """Lend a connection for one read.
 
         Raises:
-            CachePersistenceError: it cannot be read.
+            CachePersistenceError: the database cannot be read.
+            DamagedRowError: a row does not match its checksum.
         """
         try:
             with self._lock:
@@ -225,23 +269,18 @@ class Readers:
                 yield connection
             finally:
                 self._take_back(connection)
+        except DamagedRowError:
+            raise
         except READ_ERRORS as error:
-            if is_damage(error):
-                self._note_damage(error)
-            raise refusal(self._path, error) from error
+            raise refusal(self._path.name, error) from error
 
     def close(self) -> None:
-        """Close all; those that are lent when they come back."""
+        """Close idle connections now, and lent ones when they are returned."""
         with self._lock:
             self._is_closed = True
             for connection in self._idle:
                 connection.close()
             self._idle.clear()
-
-    def _note_damage(self, error: Exception) -> None:
-        # A row that has changed does not show when the pages are looked at.
-        with suppress(OSError):
-            suspect_file(self._path).write_text(_reason(error), "utf-8", "replace")
 
     def _take_back(self, connection: sqlite3.Connection) -> None:
         with self._lock:

@@ -1,8 +1,8 @@
 """The ledger in PostgreSQL, which several servers share: agents, turns, tenants, replays, leases.
 
-A transaction is all or nothing, and an agent moves only from where its writer saw it, under a lease
-that nobody took over. Times that decide anything are the database's own. Which files of blocks are
-on this machine's disk is another ledger's business, which it asks.
+Transactions are atomic. An agent's head advances only if it is still the one that the writer read,
+and only under a lease that no other server has taken over. All times that matter are the
+database's. A second, local ledger holds the index of the block files on this machine's disk.
 """
 
 import json
@@ -52,7 +52,8 @@ from semantic.ports.storage import (
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
-# Told the tenant, the agent and the turn that it has now; all are empty after a time of deafness.
+# Called with tenant, agent and its new head; all are empty after a time without notifications, in
+# which any agent may have moved.
 OnMoved: TypeAlias = Callable[[str, str, str], None]
 _TIMEOUT_S = 5.0
 _MAX_CONNECTIONS = 8
@@ -93,7 +94,7 @@ CREATE TABLE parts (
 );
 CREATE INDEX parts_by_parent ON parts (parent);
 """
-# Each brings a ledger to the version that is its place in the row, counted from one.
+# Script number n, counted from one, brings a database to version n.
 MIGRATIONS: tuple[LiteralString, ...] = (_FIRST,)
 
 _PUT_AGENT: LiteralString = """
@@ -132,29 +133,31 @@ _FORGET_TURNS = " ".join(
 
 
 class PostgresLedger(LedgerReadings):
-    """`LedgerPort` and `LeasePort` over a database. All methods are safe on any thread."""
+    """`LedgerPort` and `LeasePort` over a PostgreSQL database. Thread-safe."""
+
+    _NUM_BYTES = "octet_length({})"
 
     def __init__(self, url: str, index: LedgerPort, *, timeout_s: float = _TIMEOUT_S) -> None:
-        """Prepare; nothing is opened yet.
+        """Configure the connection pool without opening a connection.
 
         Args:
-            url: Of the database, e.g. ``postgresql://user@host/name``.
-            index: Knows the files of blocks on this machine.
+            url: URL of the database, e.g. ``postgresql://user@host/name``.
+            index: Ledger of the block files on this machine.
             timeout_s: How long to wait for a connection.
         """
         self._index = index
         self._url = url
-        self._origin = secrets.token_hex(8)  # tells what this process did from what others did
+        self._origin = secrets.token_hex(8)  # identifies this process's own notifications
         self._is_closed = threading.Event()
         self._pool = ConnectionPool(
             url, min_size=1, max_size=_MAX_CONNECTIONS, timeout=timeout_s, open=False
         )
 
     def load(self) -> LedgerState:
-        """Bring the database up to date; its agents are read when they are asked for.
+        """Open the local index and migrate the database; agents are read on demand.
 
         Raises:
-            CachePersistenceError: it cannot be reached, or a newer server wrote it.
+            CachePersistenceError: the database cannot be reached, or a newer server wrote it.
         """
         local = self._index.load()
         with self._refusals():
@@ -166,11 +169,11 @@ class PostgresLedger(LedgerReadings):
 
     @contextmanager
     def transaction(self, *, is_synced: bool = True) -> Iterator[Connection]:
-        """Lend a connection; what is done with it is all done, or none of it.
+        """Lend a connection for one transaction.
 
         Raises:
-            CachePersistenceError: the database cannot be reached now.
-            ValueError: something cannot be stored at all.
+            CachePersistenceError: the database cannot be reached.
+            ValueError: a value cannot be stored.
         """
         with self._refusals(), self._pool.connection() as connection:
             if not is_synced:
@@ -178,7 +181,7 @@ class PostgresLedger(LedgerReadings):
             yield connection
 
     def apply(self, changes: Sequence[LedgerChange], *, is_synced: bool) -> None:
-        """Make changes in their order; those of files in the index of this machine."""
+        """Apply changes in order; changes of the index go to the local ledger."""
         local = [change for change in changes if is_of_index(change)]
         if local:
             self._index.apply(local, is_synced=is_synced)
@@ -192,13 +195,13 @@ class PostgresLedger(LedgerReadings):
     # -- leases ---------------------------------------------------------------------------------
 
     def acquire(self, tenant: str, agent_id: str, *, ttl_s: float) -> int | None:
-        """Lease an agent; returns the epoch, None if another has it."""
+        """Lease an agent; returns the epoch, or None if another process holds the lease."""
         with self.transaction(is_synced=False) as connection:
             row = connection.execute(_ACQUIRE, (tenant, agent_id, ttl_s)).fetchone()
             return int(row[0]) if row else None
 
     def renew(self, tenant: str, agent_id: str, epoch: int, *, ttl_s: float) -> bool:
-        """Make a lease last on; False if it is over."""
+        """Extend a lease; returns False if it was released or taken over."""
         with self.transaction(is_synced=False) as connection:
             return connection.execute(_RENEW, (ttl_s, tenant, agent_id, epoch)).rowcount > 0
 
@@ -217,19 +220,19 @@ class PostgresLedger(LedgerReadings):
             return turns.rowcount + replays.rowcount
 
     def back_up(self) -> None:
-        """Back up the index of this machine; the database is its keeper's to back up."""
+        """Back up the local index; backing up the database is left to its administrator."""
         self._index.back_up()
 
     def close(self) -> None:
-        """Let go of the database and of the index."""
+        """Close the connection pool and the local index."""
         self._is_closed.set()
         self._pool.close(timeout=_TIMEOUT_S)
         self._index.close()
 
-    # -- what others do -------------------------------------------------------------------------
+    # -- notifications --------------------------------------------------------------------------
 
     def listen(self, on_moved: OnMoved) -> None:
-        """Tell, from a thread of its own, which agents other processes move and delete."""
+        """Start a thread that calls `on_moved` for agents that other processes move or delete."""
         listener = threading.Thread(
             target=self._listen, args=(on_moved,), name="semantic-listener", daemon=True
         )
@@ -241,7 +244,7 @@ class PostgresLedger(LedgerReadings):
                 with psycopg.connect(self._url, autocommit=True) as connection:
                     channel = sql.Identifier(_channel(connection))
                     connection.execute(sql.SQL("LISTEN {}").format(channel))
-                    on_moved("", "", "")  # what happened before was not heard
+                    on_moved("", "", "")  # notifications before this point were missed
                     while not self._is_closed.is_set():
                         for notice in connection.notifies(timeout=_LISTEN_S):
                             origin, tenant, agent, turn = json.loads(notice.payload)
@@ -274,7 +277,7 @@ class PostgresLedger(LedgerReadings):
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Raise the domain's errors in place of the database's."""
+        """Convert the database's errors to domain errors."""
         try:
             yield
         except (psycopg.DataError, psycopg.IntegrityError) as error:
@@ -290,10 +293,10 @@ def _channel(connection: Connection) -> str:
 
 
 def _migrate(connection: Connection) -> None:
-    """Bring the database from its version to the latest, one server at a time.
+    """Migrate the database to the latest version, one server at a time.
 
     Raises:
-        CachePersistenceError: it is of a newer server.
+        CachePersistenceError: a newer server wrote the database.
     """
     connection.execute("SELECT pg_advisory_xact_lock(hashtext('semantic migrate'))")
     connection.execute("CREATE TABLE IF NOT EXISTS versions (version INTEGER PRIMARY KEY)")
@@ -310,7 +313,7 @@ def _migrate(connection: Connection) -> None:
 
 
 def _execute(connection: Connection, query: str, values: Row) -> psycopg.Cursor[Row]:
-    """Run what is written with question marks for values."""
+    """Run a query that has question marks for values."""
     return connection.execute(query.replace("?", "%s").encode(), values)
 
 
@@ -328,16 +331,16 @@ def _make_change(connection: Connection, change: LedgerChange) -> None:
 
 
 def _timed_row(agent: Agent) -> Row:
-    """Stand for an agent, with the time after which it may go; pinned ones stay."""
+    """The row of an agent with its time to live; None for pinned agents, which do not expire."""
     row = with_checksum(AGENTS, agent_row(agent))
     return (*row, None if agent.is_pinned else agent.ttl_s)
 
 
 def _advance(connection: Connection, change: AdvanceHead) -> None:
-    """Move an agent; whoever moves it too waits here, and finds it moved.
+    """Advance an agent's head; a concurrent writer waits for the row lock, then conflicts.
 
     Raises:
-        ConflictError: it is not what it was, or the lease is another's.
+        ConflictError: the agent's head has changed, or another process took over the lease.
     """
     agent, before = change.agent, change.before
     if change.epoch is not None:

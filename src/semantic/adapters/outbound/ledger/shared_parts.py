@@ -1,9 +1,10 @@
-"""Which blocks are in the object store, and which of them go: the index that all servers share.
+"""The shared index of the object store: which block parts it holds, and which are to be deleted.
 
-A row is written when its object is there. What no agent reaches and nobody used for long is dead;
-after a grace it is deleted: first the row says so, then the object goes, and after another grace
-the row. Whoever finds a dead part in time revives it; a deleted one is added only when its row is
-gone. All times are the database's.
+A row is written once its object exists. A part that no agent reaches and that was not used for
+long is marked dead. After a grace period it is deleted: first the row is marked deleted, then the
+object is removed, and after another grace period the row is removed too. A lookup revives a part
+that is only dead; a deleted part can be added again only once its row is gone. All times are the
+database's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,8 +27,8 @@ INSERT INTO parts VALUES (%s, %s, %s, %s, %s, %s, %s, clock_timestamp(), NULL, N
 ON CONFLICT (name, kind) DO UPDATE SET used_at = clock_timestamp(), dead_since = NULL
     WHERE parts.deleted_at IS NULL
 """
-# Follows every way whose blocks the prompt begins with; then what goes on from there at all alike,
-# for a block may be used in part.
+# Follows every chain of blocks that the prompt starts with, then returns all children that share at
+# least one more token, because a block can be used in part.
 _FOLLOW: LiteralString = """
 WITH RECURSIVE walk (name, stop) AS (
     SELECT %(root)s::bytea, 0::bigint
@@ -51,7 +52,7 @@ _EXPIRE: LiteralString = """
 DELETE FROM agents WHERE ttl_s IS NOT NULL
     AND stored_at + make_interval(secs => ttl_s) < clock_timestamp()
 """
-# A boundary inside of a block that is reached is kept with it.
+# Also keeps a shorter block that is a prefix of a reachable one.
 _MARK: LiteralString = "".join(
     (
         REACHED,
@@ -90,13 +91,13 @@ _LOCK: LiteralString = "hashtext('semantic collector ' || current_schema())"
 
 
 class SharedParts:
-    """`SharedPartsPort` in the database of a ledger. Safe on any thread."""
+    """`SharedPartsPort` in the ledger's database. Thread-safe."""
 
     def __init__(self, ledger: PostgresLedger) -> None:
         self._ledger = ledger
 
     def revive(self, key: PartKey) -> bool | None:
-        """Say whether a part is there, and make it young; False if it is being deleted."""
+        """Mark a part as used; False if it is being deleted, None if it is unknown."""
         name, kind = key
         with self._ledger.transaction(is_synced=False) as connection:
             if connection.execute(_REVIVE, (name, kind.value)).rowcount:
@@ -105,12 +106,12 @@ class SharedParts:
             return False if connection.execute(query, (name, kind.value)).fetchone() else None
 
     def add(self, part: BlockPart) -> bool:
-        """Note a part whose object is there; False if it is being deleted."""
+        """Add a part whose object exists; returns False if the part is being deleted."""
         with self._ledger.transaction(is_synced=False) as connection:
             return connection.execute(_ADD, part_row(part)[:-1]).rowcount > 0
 
     def follow(self, root: BlockName, tokens: bytes) -> list[BlockPart]:
-        """Find the parts of blocks that a prompt begins with, by one query."""
+        """Find the parts of all blocks that a prompt begins with, in one query."""
         with self._ledger.transaction(is_synced=False) as connection:
             rows = connection.execute(_FOLLOW, {"root": root, "tokens": tokens}).fetchall()
             parts = read_parts(rows)
@@ -119,7 +120,7 @@ class SharedParts:
             return parts
 
     def lose(self, key: PartKey) -> None:
-        """Condemn a part whose object is missing or bad, so that it can be written again."""
+        """Mark a part deleted whose object is missing or damaged, so that it can be rewritten."""
         name, kind = key
         query = (
             "UPDATE parts SET deleted_at = clock_timestamp() "
@@ -132,25 +133,29 @@ class SharedParts:
 
     @contextmanager
     def sole_collector(self) -> Iterator[bool]:
-        """Say whether nobody else collects while this lasts; ends with the process, too."""
+        """Try to become the only collector; yields whether it succeeded.
+
+        The lock ends with the context, or with the process.
+        """
         with self._ledger.transaction() as connection:
             lock = " ".join(("SELECT pg_try_advisory_xact_lock(", _LOCK, ")"))
             row = connection.execute(lock).fetchone()
             yield bool(row and row[0])
 
     def mark(self, *, unused_s: float) -> None:
-        """Note what no agent reaches and nobody used for so long as dead; others live again.
+        """Mark parts dead that no agent reaches and that were unused for `unused_s`; revive others.
 
-        Agents that outlived their time go first.
+        Removes agents whose time to live is over first.
         """
         with self._ledger.transaction(is_synced=False) as connection:
             connection.execute(_EXPIRE)
             connection.execute(_MARK, (unused_s,))
 
     def condemn(self, *, grace_s: float) -> list[tuple[PartKey, int]]:
-        """Delete what was dead for so long; returns all whose objects are to go, with their bytes.
+        """Mark parts deleted that were dead for `grace_s`.
 
-        Those that a collector left behind when it died are among them.
+        Returns all parts whose objects must be removed, with their sizes in bytes. These include
+        parts that a crashed collector left behind.
         """
         with self._ledger.transaction() as connection:
             connection.execute(_CONDEMN, (grace_s,))
@@ -159,7 +164,7 @@ class SharedParts:
         return [((BlockName(name), _KINDS[kind]), nbytes) for name, kind, nbytes in rows]
 
     def condemn_unknown(self, keys: Sequence[PartKey]) -> list[PartKey]:
-        """Delete parts that have objects and no rows; returns them."""
+        """Mark parts deleted that have an object but no row; returns them."""
         with self._ledger.transaction() as connection:
             return [
                 (name, kind)
@@ -168,6 +173,6 @@ class SharedParts:
             ]
 
     def forget(self, *, grace_s: float) -> None:
-        """Remove the rows of what was deleted for so long."""
+        """Remove the rows of parts that were deleted for `grace_s`."""
         with self._ledger.transaction() as connection:
             connection.execute(_FORGET, (grace_s,))

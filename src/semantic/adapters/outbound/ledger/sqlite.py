@@ -1,9 +1,10 @@
 """The ledger in SQLite: agents, turns, tenants, replays and the index of block parts.
 
-One connection writes; readings have their own, so they neither wait for it nor hold it up. A
-damaged file is moved aside and replaced at start by what it and its backup still hold. That one
-process has the directory to itself is `DirectoryLock`'s business. Servers that keep nothing on disk
-have the same ledger in memory.
+One connection writes. Reads use connections of their own, so that reads and writes do not block
+each other. At start, `load` moves a damaged file aside and rebuilds it from its remains and its
+backups. A damaged row is restored from a backup, at start and whenever a read finds one.
+`DirectoryLock` gives one process exclusive use of the directory. Servers that keep nothing on disk
+use the same ledger in memory.
 """
 
 import sqlite3
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from semantic.adapters.outbound.cipher import Cipher
-from semantic.adapters.outbound.ledger.encryption import from_stored
+from semantic.adapters.outbound.ledger.encryption import check_key, from_stored
 from semantic.adapters.outbound.ledger.files import (
     READ_ERRORS,
     Mark,
@@ -24,19 +25,24 @@ from semantic.adapters.outbound.ledger.files import (
     check_pages,
     connect,
     connect_read_only,
+    connect_unchanged,
     copy_database,
+    has_room,
     is_damage,
+    is_full,
     refusal,
-    suspect_file,
+    remove,
     sync_file,
 )
-from semantic.adapters.outbound.ledger.rescue import Rescue, move_aside
+from semantic.adapters.outbound.ledger.rescue import DamagedRows, Rescue, move_aside
 from semantic.adapters.outbound.ledger.schema import (
     DamagedLedgerError,
+    DamagedRowError,
     NewerLedgerError,
     Row,
     Table,
     check_tables,
+    damaged_rows,
     migrate,
     num_logged,
     set_num_logged,
@@ -54,12 +60,17 @@ from semantic.domain.errors import CachePersistenceError
 from semantic.ports.storage import LedgerChange, LedgerState
 
 _T = TypeVar("_T")
-LEDGER_FILE, BACKUP_FILE, MARK_FILE = "ledger.db", "ledger.backup.db", "ledger.mark"
+LEDGER_FILE, MARK_FILE = "ledger.db", "ledger.mark"
+BACKUP_FILES = ("ledger.backup.db", "ledger.backup-2.db")  # newest first
 _TIMEOUT_S = 5.0
+_FULL = (
+    "the disk is full: the ledger is only read, new turns stay in memory, and are lost if the "
+    "server ends. Free some space."
+)
 _LOG_BYTES = 2**24
 _COUNT_LOGGED = "UPDATE facts SET value = value + ? WHERE name = 'num_logged'"
 _COUNT_SYNC = "UPDATE facts SET value = value + 1 WHERE name = 'num_synced'"
-# A change that meets one of these will meet it again.
+# Errors of the change itself: a retry would fail again.
 _UNSTORABLE = (
     *(sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError),
     *(OverflowError, RecursionError),
@@ -68,11 +79,12 @@ _UNSTORABLE = (
 
 @dataclass(slots=True)
 class _Open:
-    """What is there between `load` and `close`."""
+    """State between `load` and `close`."""
 
     writer: sqlite3.Connection
-    readers: Readers | None = None  # None in memory
+    readers: Readers | None = None  # None for a ledger in memory
     inode: int = 0
+    is_standby: bool = False  # read-only, because the disk was full at start
     is_synced: bool | None = None
     num_changes: int = 1
     num_backed_up: int = 0
@@ -80,11 +92,11 @@ class _Open:
 
 
 class _CutLedgerError(Exception):
-    """The ledger has seen less than its backup."""
+    """The ledger has fewer logged changes than its backup."""
 
 
 class SqliteLedger(LedgerReadings):
-    """`LedgerPort` over one directory; safe on any thread once `load` is done."""
+    """`LedgerPort` over one directory; thread-safe once `load` has returned."""
 
     def __init__(
         self,
@@ -93,19 +105,22 @@ class SqliteLedger(LedgerReadings):
         timeout_s: float = _TIMEOUT_S,
         cipher: Cipher | None = None,
     ) -> None:
-        """Prepare; nothing is opened yet.
+        """Set the paths without opening a file.
 
         Args:
-            directory: Holds the ledger and its backup; made if need be. None keeps it in memory.
+            directory: Holds the ledger and its backups; `load` creates it. None: in memory.
             timeout_s: How long to wait for another program's lock.
-            cipher: Encrypts what was said; None writes it as it is.
+            cipher: Encrypts messages, tokens and salts; None stores them unencrypted.
         """
         self._is_in_memory = directory is None
         place = directory or Path()
-        self._path, self._backup = place / LEDGER_FILE, place / BACKUP_FILE
+        self._path = place / LEDGER_FILE
+        self._backup, self._older_backup = self._backups = tuple(
+            place / name for name in BACKUP_FILES
+        )
         self._mark = Mark(place / MARK_FILE)
-        self._suspect = suspect_file(self._path)
-        self._rescue = Rescue(self._path, self._backup, timeout_s, cipher)
+        self._rescue = Rescue(self._path, self._backups, timeout_s, cipher)
+        self._damages = DamagedRows(self._rescue)
         self._timeout_s = timeout_s
         self._cipher = cipher
         self._lock = threading.RLock()
@@ -114,24 +129,35 @@ class SqliteLedger(LedgerReadings):
 
     @classmethod
     def in_memory(cls) -> Self:
-        """Make a ledger that ends with its process; it is open from the start."""
+        """Create a ledger in memory, already loaded; it is lost when the process ends."""
         made = cls(None)
         made.load()
         return made
 
+    @property
+    def problem(self) -> str:
+        """Message about damaged rows found since `load`, and about a full disk; may be empty."""
+        is_standby = self._opened is not None and self._opened.is_standby
+        return "; ".join(filter(None, (_FULL if is_standby else "", self._damages.problem)))
+
     def load(self) -> LedgerState:
-        """Open the ledger and read what a server must know from the start.
+        """Open the ledger and read the state that a server needs at start.
+
+        If the disk is full, the ledger opens read-only until a write finds room again.
 
         Raises:
-            CachePersistenceError: it cannot be opened for writing, is locked, or is of a newer
-                server; nothing was changed.
+            CachePersistenceError: the ledger cannot be opened for writing, is locked, or a newer
+                server wrote it. No file was changed.
         """
         with self._lock:
             if self._is_in_memory:
                 return self._load_memory()
+            was_standby = self._opened is not None and self._opened.is_standby
             self.close()
+            self._damages.clear()
             try:
                 self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._check_access()
                 return self._load()
             except NewerLedgerError as error:
                 raise CachePersistenceError(
@@ -139,10 +165,12 @@ class SqliteLedger(LedgerReadings):
                     "another --cache-dir."
                 ) from error
             except (*READ_ERRORS, OSError) as error:
-                raise refusal(self._path, error) from error
+                if not was_standby and not is_full(error, self._path.parent):
+                    raise refusal(self._path, error) from error
+                return self._stand_by()
 
     def apply(self, changes: Sequence[LedgerChange], *, is_synced: bool) -> None:
-        """Make changes in their order, all or none of them."""
+        """Apply changes in order, in one transaction."""
         num_new = sum(map(is_logged, changes))
         with self._transaction(is_synced=is_synced) as connection:
             for change in changes:
@@ -155,27 +183,32 @@ class SqliteLedger(LedgerReadings):
             self._current.num_changes += 1
 
     def num_turns(self) -> int:
-        """How many turns there are, also those that no agent reaches."""
-        with self._lend() as connection:
-            (number,) = connection.execute("SELECT count(*) FROM turns").fetchone()
-            return int(number)
+        """Count all turns, including those that no agent reaches."""
+        return int(self._read("SELECT count(*) FROM turns", (), lambda row: row[0])[0])
 
     def forget_unreachable(self, *, before: float, replays_before: float) -> int:
-        """Remove old turns that no agent reaches, and old replays; returns how many."""
+        """Remove old turns that no agent reaches, and old replays; returns how many.
+
+        Checks all rows first: a damaged row may no longer link to its ancestors.
+        """
+        with self._lend() as source:
+            damages = damaged_rows(source)
+        with self._refusals():
+            self._mend(damages)
         with self._transaction(is_synced=False) as connection:
             num_gone = forget_unreachable(connection, before, replays_before)
         if num_gone:
             self._current.num_changes += 1
             with self._lock, self._refusals():
-                # Gives the space back: the ledger counts against the disk budget. `execute` would
-                # give back one page.
+                # The ledger counts against the disk budget. `execute` would free only one page.
                 self._current.writer.executescript("PRAGMA incremental_vacuum")
         return num_gone
 
     def back_up(self) -> None:
-        """Copy the ledger, unless nothing but the index changed since the last copy.
+        """Copy the ledger, unless only the index changed since the last copy.
 
-        A copy that is damaged does not replace the one before. In memory there is nothing to copy.
+        Keeps the two latest copies. Damaged rows are restored first; if that fails, no copy is
+        replaced. Does nothing for a ledger in memory.
         """
         if self._is_in_memory:
             return
@@ -185,16 +218,32 @@ class SqliteLedger(LedgerReadings):
             if num_changes == current.num_backed_up and self._backup.exists():
                 return
             copy = self._backup.with_name(f"{self._backup.name}.tmp")
-            # A file that lost its name can be read by who has it open, and nobody else.
-            lend = self._lend if self._is_in_place(current) else self._lend_writer
-            with self._refusals(), lend() as source:
-                copy_database(source, copy, self._timeout_s)
+            with self._refusals():
+                damages = self._copy(current, copy)
+                if damages:
+                    self._mend(damages)
+                    damages = self._copy(current, copy)
+                if damages:
+                    raise damages[0]
+                with suppress(FileNotFoundError):
+                    self._backup.replace(self._older_backup)
                 copy.replace(self._backup)
                 sync_file(self._backup.parent)
             current.num_backed_up = num_changes
 
+    def _copy(self, current: _Open, copy: Path) -> list[DamagedRowError]:
+        # Once the file is unlinked, only connections that are already open can read it.
+        lend = self._lend if self._is_in_place(current) else self._lend_writer
+        with lend() as source:
+            copy_database(source, copy, self._timeout_s)
+        with closing(connect_unchanged(copy)) as made:
+            damages = damaged_rows(made)
+        if damages:
+            remove(copy)
+        return damages
+
     def close(self) -> None:
-        """Write what is pending and let go."""
+        """Write pending changes and close all connections."""
         with self._lock, self._refusals():
             if self._opened:
                 opened, self._opened = self._opened, None
@@ -205,32 +254,85 @@ class SqliteLedger(LedgerReadings):
     def _read(
         self, query: str, values: Row, decode: Callable[[Row], _T], table: Table | None = None
     ) -> list[_T]:
-        with self._lend() as connection:
-            rows = connection.execute(query, values).fetchall()
-            return [decode(from_stored(connection, table, row) if table else row) for row in rows]
+        def read() -> list[_T]:
+            with self._lend() as connection:
+                found = connection.execute(query, values).fetchall()
+                rows = (from_stored(connection, table, row) if table else row for row in found)
+                return [decode(row) for row in rows]
+
+        try:
+            return read()
+        except DamagedRowError as damage:
+            with self._refusals():
+                self._mend([damage])
+        with self._refusals():
+            return read()
+
+    def _mend(self, damages: Sequence[DamagedRowError]) -> None:
+        """Restore damaged rows from a backup and record them in `problem`.
+
+        Raises:
+            DamagedRowError: no backup has one of the rows.
+        """
+        if not damages:
+            return
+        with self._lock, self._refusals():
+            # SQLite does not rewrite a page if its cached copy is right and only the file is not.
+            self._current.writer.execute("PRAGMA shrink_memory")
+        with self._transaction(is_synced=True) as connection:
+            lost = self._damages.restore(connection, damages)
+        if lost:
+            raise lost[0]
 
     @property
     def _current(self) -> _Open:
         if self._opened is None:
-            raise CachePersistenceError(f"{self._path} is not open.")
+            raise CachePersistenceError(f"{self._path.name} is not open.")
         return self._opened
 
     def _load_memory(self) -> LedgerState:
         if self._opened is None:
             writer = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-            weakref.finalize(self, writer.close)  # nobody needs to close what ends with its process
+            weakref.finalize(self, writer.close)  # no explicit close needed
             migrate(writer, 0)
             self._opened = _Open(writer)
         return read_state(self._opened.writer, "")
 
+    def _stand_by(self) -> LedgerState:
+        """Open the ledger or a backup read-only, without changing any file, until there is room."""
+        there = [p for p in (self._path, *self._backups) if p.exists() and p.stat().st_size]
+        if there:
+            reader = connect_unchanged(there[0], self._cipher)
+        else:
+            reader = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+            migrate(reader, 0)
+        self._opened = _Open(reader, is_standby=True)
+        with self._refusals():
+            return read_state(reader, "")
+
+    def _check_access(self) -> None:
+        """Check version and key without changing any file.
+
+        Raises:
+            NewerLedgerError: a newer server wrote the ledger or, if that is missing, its backup.
+            CachePersistenceError: the key is wrong.
+        """
+        for path in (self._path, *self._backups):
+            if not path.is_file() or not path.stat().st_size:
+                continue
+            with suppress(*READ_ERRORS), closing(connect_unchanged(path, self._cipher)) as found:
+                if version_of(found) and check_key(found):
+                    return  # `_load` handles damage
+
     def _load(self) -> LedgerState:
         problem = ""
         if not self._path.exists() or not self._path.stat().st_size:
-            if self._backup.exists():
+            if self._has_backup:
                 problem = self._restore("was missing")
             else:
-                # SQLite would take a log that was left behind for the new ledger's.
+                # SQLite would apply a leftover write-ahead log to the new ledger.
                 move_aside(self._path)
+                problem = self._rescue.total_loss()
         try:
             return self._open(problem)
         except _CutLedgerError as error:
@@ -242,16 +344,16 @@ class SqliteLedger(LedgerReadings):
         return self._open(problem)
 
     def _restore(self, reason: str, *, is_backup_newer: bool = False) -> str:
-        problem = self._rescue.run(reason, is_backup_newer=is_backup_newer)
-        self._suspect.unlink(missing_ok=True)
-        return problem
+        self._damages.clear()
+        return self._rescue.run(reason, is_backup_newer=is_backup_newer)
 
     def _open(self, problem: str) -> LedgerState:
         writer = connect(self._path, self._timeout_s, self._cipher)
         try:
             self._prepare(writer)
+            mended = self._mend_at_start(writer)
             lost = self._count_lost(writer, is_restored=bool(problem))
-            state = read_state(writer, " ".join(filter(None, (problem, lost))))
+            state = read_state(writer, " ".join(filter(None, (problem, mended, lost))))
             number = num_logged(writer)
         except BaseException:
             writer.close()
@@ -262,11 +364,28 @@ class SqliteLedger(LedgerReadings):
         self._mark.write(number)
         return state
 
-    def _count_lost(self, writer: sqlite3.Connection, *, is_restored: bool) -> str:
-        """Compare a ledger with its mark; returns what is missing, for people.
+    def _mend_at_start(self, writer: sqlite3.Connection) -> str:
+        """Restore damaged rows from a backup; returns a message.
 
         Raises:
-            _CutLedgerError: the backup has more of it.
+            DamagedRowError: no backup has one of the rows.
+        """
+        damages = damaged_rows(writer)
+        if not damages:
+            return ""
+        writer.execute("BEGIN IMMEDIATE")
+        if lost := self._damages.restore(writer, damages):
+            raise lost[0]
+        writer.execute("COMMIT")
+        problem = f"{self._path.name}: {self._damages.problem}."
+        self._damages.clear()
+        return problem
+
+    def _count_lost(self, writer: sqlite3.Connection, *, is_restored: bool) -> str:
+        """Compare the ledger with its mark; returns a message about lost changes.
+
+        Raises:
+            _CutLedgerError: the backup has more logged changes than the ledger.
         """
         found, marked = num_logged(writer), self._mark.read()
         num_lost = marked - found
@@ -281,7 +400,7 @@ class SqliteLedger(LedgerReadings):
         )
 
     def _num_backed_up(self) -> int:
-        """How much the backup has seen; 0 if it cannot be read."""
+        """Logged changes in the backup; 0 if it cannot be read."""
         try:
             with closing(connect_read_only(self._backup, self._timeout_s)) as backup:
                 return num_logged(backup)
@@ -296,23 +415,21 @@ class SqliteLedger(LedgerReadings):
                 self._mark.write(current.num_logged)
 
     def _prepare(self, writer: sqlite3.Connection) -> None:
-        """Check the file and bring it up to date."""
+        """Check the file and migrate it to the latest version."""
         version = version_of(writer)
         if version:
-            if self._suspect.exists():
-                raise DamagedLedgerError(self._suspect.read_text())
             check_pages(writer)
-        elif self._backup.exists():
+        elif self._has_backup:
             raise DamagedLedgerError("it was empty")
         else:
             writer.execute("PRAGMA auto_vacuum = INCREMENTAL")
         writer.execute("PRAGMA secure_delete = ON")
-        # A plain fsync does not reach the medium on macOS; elsewhere these say nothing.
+        # On macOS, a plain fsync stops at the drive's cache; other systems ignore these pragmas.
         writer.execute("PRAGMA fullfsync = ON")
         writer.execute("PRAGMA checkpoint_fullfsync = ON")
         writer.execute("PRAGMA journal_mode = WAL").fetchone()
         writer.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}").fetchone()
-        # Not only to migrate: shows now, and not at the first turn, whether it can be written.
+        # Runs even if up to date: a failing write shows at start, not at the first turn.
         migrate(writer, version)
         check_tables(writer)
         if not version:
@@ -321,22 +438,26 @@ class SqliteLedger(LedgerReadings):
     @contextmanager
     def _transaction(self, *, is_synced: bool) -> Iterator[sqlite3.Connection]:
         with self._lock, self._refusals():
+            if self._current.is_standby and has_room(self._path.parent):
+                self.load()
             current = self._current
+            if current.is_standby:
+                raise CachePersistenceError(_FULL, retry_after_s=1.0)
             if not self._is_in_place(current):
                 raise CachePersistenceError(
-                    f"{self._path} was removed or replaced while the server runs. Restart it; it "
-                    "then continues from the backup."
+                    f"{self._path.name} was removed or replaced while the server runs. Restart it; "
+                    "it then continues from the backup."
                 )
             connection = current.writer
             if current.is_synced != is_synced:
-                # EXTRA also holds where the file system has no write-ahead log.
+                # EXTRA is also durable on file systems that do not support a write-ahead log.
                 connection.execute(f"PRAGMA synchronous = {'EXTRA' if is_synced else 'NORMAL'}")
                 current.is_synced = is_synced
             connection.execute("BEGIN IMMEDIATE")
             try:
                 yield connection
                 if is_synced:
-                    # SQLite syncs only what it writes, and earlier changes wait for this one.
+                    # An empty commit syncs nothing, and earlier unsynced changes must be synced.
                     connection.execute(_COUNT_SYNC)
                 connection.execute("COMMIT")
             except BaseException:
@@ -345,10 +466,7 @@ class SqliteLedger(LedgerReadings):
                 raise
 
     def _lend(self) -> AbstractContextManager[sqlite3.Connection]:
-        """Lend a connection to read from: one of its own, so that changes need not wait.
-
-        A database in memory has none but the writer's.
-        """
+        """Lend a read connection; a database in memory has only the writer's."""
         readers = self._current.readers
         return self._lend_writer() if readers is None else readers.lend()
 
@@ -357,8 +475,12 @@ class SqliteLedger(LedgerReadings):
         with self._lock, self._refusals():
             yield self._current.writer
 
+    @property
+    def _has_backup(self) -> bool:
+        return any(path.exists() for path in self._backups)
+
     def _is_in_place(self, current: _Open) -> bool:
-        """Whether the open file still has its name; without it, it is gone once it is closed."""
+        """Whether the open file still has its name; otherwise it is lost once it is closed."""
         if self._is_in_memory:
             return True
         with suppress(FileNotFoundError):
@@ -367,10 +489,10 @@ class SqliteLedger(LedgerReadings):
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Raise the domain's errors in place of SQLite's."""
+        """Convert SQLite's errors to domain errors; clients see the messages, so no paths."""
         try:
             yield
         except _UNSTORABLE as error:
             raise ValueError(f"a change cannot be stored: {error}") from error
         except (*READ_ERRORS, OSError) as error:
-            raise refusal(self._path, error) from error
+            raise refusal(self._path.name, error) from error

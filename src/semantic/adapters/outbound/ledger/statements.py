@@ -1,15 +1,15 @@
-"""What is asked of a ledger and done to it, as SQL. It opens no connection and no transaction.
+"""The ledger's SQL. This module opens no connections and no transactions.
 
-SQLite and PostgreSQL are asked the same, with a question mark for each value. What is done to them
-differs where rows do; `shared_change` says what does not.
+SQLite and PostgreSQL share all queries, with a question mark for each value. Changes differ where
+the rows differ; `shared_change` returns the statements that are the same for both.
 """
 
 import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import LiteralString, TypeAlias, TypeVar, assert_never
+from typing import ClassVar, LiteralString, TypeAlias, TypeVar, assert_never
 
-from semantic.adapters.outbound.ledger.encryption import from_stored, to_stored
+from semantic.adapters.outbound.ledger.encryption import WrongKeyError, from_stored, to_stored
 from semantic.adapters.outbound.ledger.schema import (
     AGENTS,
     OLDEST_FIRST,
@@ -17,6 +17,7 @@ from semantic.adapters.outbound.ledger.schema import (
     REPLAYS,
     TENANTS,
     TURNS,
+    DamagedLedgerError,
     Row,
     Table,
     agent_row,
@@ -50,9 +51,10 @@ from semantic.ports.storage import (
 )
 
 _T = TypeVar("_T")
+_ROW_BYTES = 256  # approximate size of a row's ids, times, checksum and index entries
 _IndexChange: TypeAlias = PutPart | DropPart | TouchParts | MarkIndexWhole
 _LoggedChange: TypeAlias = PutTenant | PutAgent | AdvanceHead | DropAgent | PutTurn
-# UNION ends a walk that comes back to where it was, which only a damaged ledger can make it do.
+# UNION drops known rows, so the walk ends even if a damaged ledger contains a cycle.
 _WALK = """
 WITH RECURSIVE walk (id, parent) AS (
     SELECT id, parent FROM turns WHERE id = ? AND tenant = ?
@@ -72,7 +74,7 @@ _PARENTS: LiteralString = """
 )
 """
 REACHED: LiteralString = _HEADS + _PARENTS
-# A new turn keeps those before it: a client may yet continue from it.
+# A new turn keeps its ancestors: a client may still continue from it.
 REACHED_OR_NEW = " ".join(
     (_HEADS, "UNION SELECT id, tenant FROM turns WHERE created_at >= ?", _PARENTS)
 )
@@ -93,35 +95,39 @@ _FORGET_TURNS = " ".join(
 )
 
 
-# -- readings -----------------------------------------------------------------------------------
+# -- queries ------------------------------------------------------------------------------------
 
 
 class LedgerReadings(ABC):
-    """The readings of `LedgerPort`. Safe on any thread, if `_read` is."""
+    """The read methods of `LedgerPort`. Thread-safe if `_read` is."""
+
+    # SQL for the size of a column in bytes; older versions of SQLite lack octet_length.
+    _NUM_BYTES: ClassVar[str] = "length(CAST({} AS BLOB))"
 
     @abstractmethod
     def _read(
         self, query: str, values: Row, decode: Callable[[Row], _T], table: Table | None = None
     ) -> list[_T]:
-        """Ask the database.
+        """Run a query and decode its rows.
 
         Args:
-            query: With a question mark for each value.
-            values: In their order.
-            decode: Reads a row; may raise `DamagedLedgerError`.
-            table: Whose whole rows these are, if they are: they are checked, and decrypted.
+            query: SQL with a question mark for each value.
+            values: Values for the question marks, in order.
+            decode: Converts a row; may raise `DamagedLedgerError`.
+            table: Table that the rows belong to, if the query selects whole rows. Their checksums
+                are then checked, and they are decrypted.
 
         Raises:
-            CachePersistenceError: it cannot be read.
+            CachePersistenceError: the database cannot be read.
         """
 
     def tenant(self, tenant_id: str) -> Tenant | None:
-        """Read a tenant."""
+        """Read a tenant; None if there is none of that id."""
         query = TENANTS.select("WHERE id = ?")
         return _first(self._read(query, (tenant_id,), lambda row: Tenant(*row), TENANTS))
 
     def agent(self, tenant: str, agent_id: str) -> Agent | None:
-        """Read an agent."""
+        """Read an agent; None if the tenant has none of that id."""
         query = AGENTS.select("WHERE tenant = ? AND id = ?")
         return _first(self._read(query, (tenant, agent_id), read_agent, AGENTS))
 
@@ -129,20 +135,42 @@ class LedgerReadings(ABC):
         """Read all agents of a tenant."""
         return tuple(self._read(AGENTS.select("WHERE tenant = ?"), (tenant,), read_agent, AGENTS))
 
+    def stored_bytes(self, tenant: str) -> int:
+        """Count the bytes of a tenant's agents and turns, including overhead per row."""
+        num_bytes = self._NUM_BYTES.format
+        sizes = {AGENTS: num_bytes("body"), TURNS: f"{num_bytes('body')} + {num_bytes('tokens')}"}
+        total = 0
+        for table, size in sizes.items():
+            row = f"sum({size} + {_ROW_BYTES})"
+            query = " ".join(("SELECT", row, "FROM", table.name, "WHERE tenant = ?"))
+            total += sum(self._read(query, (tenant,), lambda row: int(row[0] or 0)))
+        return total
+
+    def size_of(self, *changes: PutAgent | PutTurn) -> int:
+        """Count the bytes that changes will occupy, including overhead per row."""
+        total = 0
+        for change in changes:
+            if isinstance(change, PutAgent):
+                total += len(agent_row(change.agent)[-1].encode()) + _ROW_BYTES
+            else:
+                *_, tokens, body = turn_row(change.tenant, change.turn)
+                total += len(tokens) + len(body.encode()) + _ROW_BYTES
+        return total
+
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
         """Read one turn; None if the tenant has none of that id."""
         query = TURNS.select("WHERE id = ? AND tenant = ?")
         return _first(self._read(query, (turn_id, tenant), read_turn, TURNS))
 
     def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
-        """Read where a turn ended, without what was said in it."""
+        """Read a turn's length and pointer without its messages and tokens."""
         query = (
             "SELECT num_tokens, root, block, pointer_tokens FROM turns WHERE id = ? AND tenant = ?"
         )
         return _first(self._read(query, (turn_id, tenant), _read_place))
 
     def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
-        """Read the turns that led to `head`, the latest first, at most `limit`."""
+        """Read `head` and its ancestors, latest first, at most `limit` turns."""
         if limit <= 0:
             return ()
         query = _WALK + TURNS.select("WHERE tenant = ? AND id IN (SELECT id FROM walk LIMIT ?)")
@@ -152,17 +180,17 @@ class LedgerReadings(ABC):
         return tuple(turns[turn_id] for turn_id in log)
 
     def ancestry(self, tenant: str, head: str, *, until: str = "") -> tuple[str, ...]:
-        """Read the ids of the turns that led to `head`, the latest first, down to `until`."""
+        """Read the ids of `head` and its ancestors, latest first, down to `until`."""
         query = " ".join((_WALK, "SELECT id, parent FROM walk"))
         rows = self._read(query, (head, tenant, tenant, until), tuple[str, str | None])
         return tuple(_in_order(head, dict(rows)))
 
     def pointers(self) -> tuple[Pointer, ...]:
-        """Where all turns that an agent reaches end."""
+        """Read the pointers of all turns that are reachable from an agent's head."""
         return tuple(self._read(_POINTERS, (), read_pointer))
 
     def replay(self, tenant: str, key: bytes) -> tuple[int, ...] | None:
-        """Read the ids of a reply."""
+        """Read the token ids of a recorded reply; None if there is none."""
         query = REPLAYS.select("WHERE tenant = ? AND key = ?")
         return _first(self._read(query, (tenant, key), lambda row: unpack_tokens(row[2]), REPLAYS))
 
@@ -177,7 +205,7 @@ def _read_place(row: Row) -> TurnPlace:
 
 
 def _in_order(head: str, parents: dict[str, str | None]) -> list[str]:
-    """The ids from `head` back; SQL promises no order."""
+    """The ids from `head` back; SQL guarantees no order."""
     log: list[str] = []
     next_id: str | None = head
     while next_id is not None and next_id in parents:
@@ -187,15 +215,21 @@ def _in_order(head: str, parents: dict[str, str | None]) -> list[str]:
 
 
 def read_state(connection: sqlite3.Connection, problem: str) -> LedgerState:
-    """Read what a server must know from the start.
+    """Read the state that a server needs at start.
 
     Raises:
-        DamagedLedgerError: a row is not as it was written.
+        DamagedLedgerError: a row does not match its checksum or cannot be decoded.
     """
 
     def rows(table: Table) -> Iterator[Row]:
         for row in connection.execute(table.select(OLDEST_FIRST)):
-            yield from_stored(connection, table, row)
+            try:
+                yield from_stored(connection, table, row)
+            except WrongKeyError as error:
+                if table.has_checksum:
+                    raise
+                # The key is right, since it decrypted other rows.
+                raise DamagedLedgerError(f"a row of {table.name} is damaged") from error
 
     is_lost = connection.execute("SELECT value FROM facts WHERE name = 'is_index_lost'").fetchone()
     return LedgerState(
@@ -213,7 +247,7 @@ def read_state(connection: sqlite3.Connection, problem: str) -> LedgerState:
 def shared_change(
     change: PutTenant | DropAgent | PutTurn | MarkDurable | Repoint | PutReplay,
 ) -> tuple[str, Row, Table | None]:
-    """What makes a change in any database: a statement, its values, the table they are a row of."""
+    """Return SQL that works in both databases, its values, and their table if they form a row."""
     match change:
         case PutTenant(tenant):
             return TENANTS.fill, (tenant.id, tenant.salt), TENANTS
@@ -230,11 +264,11 @@ def shared_change(
 
 
 def make_change(connection: sqlite3.Connection, change: LedgerChange) -> None:
-    """Make one change in SQLite; mutates the ledger.
+    """Apply one change in SQLite; mutates the ledger.
 
     Raises:
-        ConflictError: an agent is not what it should be.
-        ValueError: it holds what cannot be stored.
+        ConflictError: the agent's head is not the expected one.
+        ValueError: the change contains a value that cannot be stored.
     """
     match change:
         case PutPart() | DropPart() | TouchParts() | MarkIndexWhole():
@@ -253,17 +287,20 @@ def make_change(connection: sqlite3.Connection, change: LedgerChange) -> None:
 
 
 def is_of_index(change: LedgerChange) -> bool:
-    """Whether a change could be made again from the KV cache files."""
+    """Whether a change belongs to the index, which can be rebuilt from the KV cache files."""
     return isinstance(change, _IndexChange)
 
 
 def is_logged(change: LedgerChange) -> bool:
-    """Whether a change is of those that are counted, so that their loss is noticed."""
+    """Whether a change counts in `num_logged`, which reveals lost changes."""
     return isinstance(change, _LoggedChange)
 
 
 def forget_unreachable(connection: sqlite3.Connection, before: float, replays_before: float) -> int:
-    """Remove old turns that neither an agent nor a newer turn comes from, and old replays."""
+    """Remove old replays, and old turns that neither an agent nor a new turn descends from.
+
+    Returns how many rows were removed.
+    """
     turns = connection.execute(_FORGET_TURNS, (before,))
     replays = connection.execute("DELETE FROM replays WHERE at < ?", (replays_before,))
     return turns.rowcount + replays.rowcount

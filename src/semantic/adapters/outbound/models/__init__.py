@@ -1,11 +1,12 @@
-"""Where models come from: a directory with config, weights and tokenizer.
+"""Model directories with config, weights and tokenizer, and where they come from.
 
-1. `catalogue.py` lists the models on this machine, and says which fit.
-2. `source.py` finds one by path, name or Hugging Face id. `gguf.py` converts a GGUF file into such
-   a directory once: `gguf_file.py` reads its configuration, `gguf_weights.py` its weights,
+1. `catalogue.py` lists the models on this machine and whether they fit into memory.
+2. `source.py` finds a model by path, name or Hugging Face id. `gguf.py` converts a GGUF file into
+   a model directory once: `gguf_file.py` reads its configuration, `gguf_weights.py` its weights,
    `gguf_tokenizer.py` its tokenizer.
-3. `fingerprint.py` identifies the model by its files, so that saved state is never used with
-   another; `generation_config.py` reads the sampling that its authors advise.
-4. `tokenizer.py` turns text into ids and back, and a conversation into text with the model's own
-   chat template.
+3. `fingerprint.py` identifies the model by its files, so that stored KV cache is never used with
+   another; `compute_choices.py` stores the dtype that was chosen for it on this machine;
+   `generation_config.py` reads its recommended sampling parameters.
+4. `tokenizer.py` converts text to token ids and back. `chat_template.py` renders a conversation
+   with the model's own chat template, in a process with limits.
 """

@@ -1,4 +1,4 @@
-"""The models on this machine, wherever they lie, and whether they fit it."""
+"""Lists the models on this machine, and whether they fit into its memory."""
 
 import json
 import os
@@ -15,12 +15,12 @@ from semantic.domain.model_names import served_id
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.backend import ModelEntry, OnProgress
 
-_FRESH_S = 2.0  # for how long a look at the directories counts
+_FRESH_S = 2.0  # how long a listing of the directories is cached
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 class ModelCatalogue:
-    """`ModelSourcePort` over directories: our own, the user's, and Hugging Face's cache."""
+    """`ModelSourcePort` over the models directory, the user's, and Hugging Face's cache."""
 
     def __init__(
         self,
@@ -31,14 +31,14 @@ class ModelCatalogue:
         room: Callable[[], int],
         growth: Callable[[], int] = lambda: 1,
     ) -> None:
-        """Prepare; nothing is read yet.
+        """Set the directories without reading them.
 
         Args:
-            local: Finds the files of one model.
-            directories: More places to look in.
-            starter_model: The name of the model that comes along.
-            room: Bytes that weights may take.
-            growth: How many times their bytes on disk 16-bit weights take when they are loaded.
+            local: Resolves a model to its files.
+            directories: Further directories to search.
+            starter_model: The name of the bundled starter model.
+            room: Returns the memory available for weights, in bytes.
+            growth: Returns the factor by which 16-bit weights grow when loaded.
         """
         self._local = local
         self._directories = directories
@@ -49,7 +49,7 @@ class ModelCatalogue:
         self._seen_at = -_FRESH_S
 
     def entries(self) -> Sequence[ModelEntry]:
-        """The models that lie in any of the places, each under a name of its own."""
+        """List the models in all directories, each under a unique id."""
         if time.monotonic() - self._seen_at >= _FRESH_S:
             found: dict[str, ModelEntry] = {}
             for source, path in self._places():
@@ -63,7 +63,7 @@ class ModelCatalogue:
         return self._seen
 
     def find(self, source: str) -> ModelEntry:
-        """A model on this machine, or one that a hub may have."""
+        """Return a model on this machine, or an entry for one that a hub may have."""
         for entry in self.entries():
             if source in (entry.id, entry.source):
                 return entry
@@ -71,7 +71,7 @@ class ModelCatalogue:
         return ModelEntry(served_id(source), source)
 
     def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:
-        """Make or fetch its directory, and see that a model is in it."""
+        """Import or download a model, and check that its directory holds one."""
         directory = self._local.resolve(entry.source, on_progress)
         found = self._entry(entry.source, directory)
         if found is None:
@@ -87,10 +87,10 @@ class ModelCatalogue:
     # -- inside ---------------------------------------------------------------------------------
 
     def _places(self) -> Iterator[tuple[str, Path]]:
-        """What finds a model, and where it may lie."""
+        """Candidate models: source string and path."""
         models_dir = self._local.models_dir
         yield self._starter_model, models_dir / self._starter_model
-        if (starter := starter_gguf_here(models_dir)) is not None:  # otherwise it can be fetched
+        if (starter := starter_gguf_here(models_dir)) is not None:  # otherwise it can be downloaded
             yield self._starter_model, starter
         for directory in (models_dir, *self._directories):
             for path in _listed(directory):
@@ -101,7 +101,7 @@ class ModelCatalogue:
             yield from _cached_models(cache or Path(constants.HF_HUB_CACHE))
 
     def _entry(self, source: str, path: Path) -> ModelEntry | None:
-        """Describe a directory or a GGUF file; None if no model is there."""
+        """Describe a directory or a GGUF file; None if it holds no model."""
         if path.suffix == ".gguf" and path.is_file():
             return self._sized(ModelEntry(served_id(source), source, "gguf"), [path], 1)
         try:
@@ -131,7 +131,7 @@ def _listed(directory: Path) -> list[Path]:
 
 
 def _cached_models(cache: Path) -> Iterator[tuple[str, Path]]:
-    """Models as Hugging Face's library lays them out: by id, the revision of `main`."""
+    """Models in Hugging Face's cache layout: id, and the snapshot of revision `main`."""
     for repository in _listed(cache):
         kind, _, name = repository.name.partition("--")
         revision = repository / "refs" / "main"
@@ -141,7 +141,7 @@ def _cached_models(cache: Path) -> Iterator[tuple[str, Path]]:
 
 
 def machine_memory() -> int:
-    """Bytes of memory this process may have: the machine's, or what its container allows."""
+    """Bytes of memory available to this process: the machine's, or its container's limit."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         allowed = _CGROUP.read_text("ascii").strip()

@@ -1,13 +1,14 @@
-"""Identifies a model by its files: what its KV cache and token ids are computed from.
+"""Identifies a model by the files that determine its KV cache and its token ids.
 
-Small files are hashed whole, but for those that neither can depend on. Of weights, headers and
-samples of every tensor are enough: whoever trains a model changes all of it, and reading the rest
-would take longer than loading. A result is kept with the size and time of every file it is of.
+Small files are hashed completely, except those that affect neither. For weights, the header and
+samples of every tensor suffice: training changes all weights, and reading the rest would take
+longer than loading the model. Results are cached with the size and time of every file.
 """
 
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import secrets
 import struct
@@ -15,24 +16,26 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+_log = logging.getLogger(__name__)
+
 _WHOLE = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt", ".py"})
 _WEIGHTS = frozenset({".safetensors", ".bin", ".npz", ".npy", ".pt", ".pth", ".gguf"})
-# Sampling defaults, which say nothing of what is computed.
+# Sampling defaults, which do not affect what is computed.
 _IGNORED = frozenset({"generation_config.json"})
 _TAG = b"semantic.fingerprint.v1"
 _SAMPLE = 4096
 _STRIDE = 2**20
-_MAX_HEADER = 100_000_000  # as in the library
-_CACHE_VERSION = 1
+_MAX_HEADER = 100_000_000  # same as in the safetensors library
+_FILE_VERSION = 1
 
 
 def fingerprint(directory: Path, cache_file: Path | None) -> str:
-    """Identify the model in a directory; 64 hex digits.
+    """Identify the model in a directory; returns 64 hex digits.
 
     Args:
-        directory: With config.json, tokenizer and weights.
-        cache_file: Where results are kept, of any number of models; None computes anew. One that
-            is damaged or cannot be written is passed over.
+        directory: Directory with config.json, tokenizer and weights.
+        cache_file: Stores the results of any number of models; None always recomputes. A damaged
+            or unwritable file is ignored.
 
     Raises:
         OSError: the directory or a file in it cannot be read.
@@ -40,23 +43,27 @@ def fingerprint(directory: Path, cache_file: Path | None) -> str:
     files = sorted(path for path in directory.iterdir() if _counts(path))
     stamps = {path.name: _stamp(path) for path in files}
     key = str(directory.resolve())
-    known = _read_cache(cache_file)
+    known = read_records(cache_file)
     found = known.get(key)
     if isinstance(found, dict) and found.get("files") == stamps:
         kept = found.get("fingerprint")
         if isinstance(kept, str) and kept:
             return kept
     computed = _compute(files)
+    if isinstance(found, dict) and found.get("fingerprint") not in (None, computed):
+        _log.warning(
+            "the files of %s changed: KV cache that was stored before is not used", directory.name
+        )
     if cache_file is not None:
-        _write_cache(cache_file, {**known, key: {"files": stamps, "fingerprint": computed}})
+        write_records(cache_file, {**known, key: {"files": stamps, "fingerprint": computed}})
     return computed
 
 
 def known_models(cache_file: Path) -> dict[str, str]:
-    """Names of the models whose fingerprints were computed, by fingerprint."""
+    """Names of the models in the cache file, by fingerprint."""
     return {
         str(found.get("fingerprint")): Path(directory).name
-        for directory, found in _read_cache(cache_file).items()
+        for directory, found in read_records(cache_file).items()
         if isinstance(found, dict)
     }
 
@@ -78,7 +85,7 @@ def _compute(files: Iterable[Path]) -> str:
         with path.open("rb") as file:
             for piece in _pieces(file, path.suffix):
                 content.update(piece)
-        # Lengths and digests keep one file's end and the next one's name apart.
+        # Fixed-size lengths and digests separate one file's content from the next one's name.
         name = path.name.encode()
         size = path.stat().st_size
         digest.update(struct.pack("<QQ", len(name), size) + name + content.digest())
@@ -100,7 +107,7 @@ def _pieces(file: BinaryIO, suffix: str) -> Iterator[bytes]:
 
 
 def _header(file: BinaryIO, size: int) -> bytes | None:
-    """A safetensors file's header, or None if there is no such thing."""
+    """The header of a safetensors file; None if it has none."""
     beginning = file.read(8)
     if len(beginning) < 8:
         return None
@@ -112,7 +119,7 @@ def _header(file: BinaryIO, size: int) -> bytes | None:
 
 
 def _tensors(header: bytes, size: int) -> list[tuple[int, int]]:
-    """Where tensors lie in a file; a header that makes no sense leaves one for all its bytes."""
+    """Byte ranges of the tensors; one range for everything if the header is invalid."""
     first = 8 + len(header)
     try:
         entries = json.loads(header)
@@ -125,7 +132,7 @@ def _tensors(header: bytes, size: int) -> list[tuple[int, int]]:
 
 
 def _samples(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
-    """A tensor's first, middle and last bytes; a small one whole."""
+    """The first, middle and last bytes of a tensor; all bytes of a small one."""
     if end - start <= 3 * _SAMPLE:
         yield os.pread(file.fileno(), end - start, start)
         return
@@ -133,26 +140,29 @@ def _samples(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
         yield os.pread(file.fileno(), _SAMPLE, place)
 
 
-def _read_cache(cache_file: Path | None) -> dict[str, object]:
-    if cache_file is None:
+def read_records(file: Path | None) -> dict[str, object]:
+    """Read a file with one record per model; a missing or damaged file has none."""
+    if file is None:
         return {}
     try:
-        content = json.loads(cache_file.read_bytes())
+        content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(content, dict) or content.get("version") != _CACHE_VERSION:
+    if not isinstance(content, dict) or content.get("version") != _FILE_VERSION:
         return {}
     models = content.get("models")
     return models if isinstance(models, dict) else {}
 
 
-def _write_cache(cache_file: Path, models: dict[str, object]) -> None:
-    """Replace the file as a whole; what cannot be kept is computed again next time."""
-    temporary = cache_file.with_name(f"{cache_file.name}.{secrets.token_hex(4)}.tmp")
+def write_records(file: Path, models: dict[str, object]) -> bool:
+    """Replace a file of records atomically; returns False if it cannot be written."""
+    temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
     try:
-        cache_file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"version": _CACHE_VERSION, "models": models}))
-        temporary.replace(cache_file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps({"version": _FILE_VERSION, "models": models}))
+        temporary.replace(file)
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        return False
+    return True

@@ -1,7 +1,7 @@
-"""A model's `generation_config.json`: how its authors advise to sample it.
+"""Reads a model's `generation_config.json`: its recommended sampling parameters.
 
-Read as vLLM reads it: what a request does not give is taken from here. A value that cannot be used
-is passed over with a warning; a model without the file has no defaults of its own.
+As in vLLM, these apply where a request sets no value of its own. Invalid values are ignored with a
+warning. A model without the file has no defaults of its own.
 """
 
 import json
@@ -14,7 +14,7 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import SamplingDefaults
 
 GENERATION_CONFIG = "generation_config.json"
-# Each field, its name in the file, and the type it has there.
+# Field, its key in the file, and its type there.
 _FIELDS = {
     "temperature": ("temperature", float),
     "top_p": ("top_p", float),
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def read_generation_config(directory: Path) -> SamplingDefaults:
-    """Read the defaults in a model's directory."""
+    """Read the sampling defaults from a model's directory."""
     path = directory / GENERATION_CONFIG
     try:
         config = json.loads(path.read_text("utf-8"))
@@ -62,7 +62,7 @@ def _defaults(config: Mapping[str, object], path: Path) -> SamplingDefaults:
 
 
 def _number(value: object, kind: type) -> Any:
-    """A number as JSON has it: 1 for 1.0 is right, true is not."""
+    """Check a JSON number: 1 is valid for 1.0, true is not. A whole number of -1 becomes 0."""
     if isinstance(value, bool) or not isinstance(value, int | kind):
         raise TypeError(f"it must be {'a whole number' if kind is int else 'a number'}")
     return 0 if kind is int and value == -1 else kind(value)

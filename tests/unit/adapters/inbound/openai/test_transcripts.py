@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ from semantic.domain.events import (
     Usage,
 )
 from semantic.domain.sampling import FinishReason
-from tests.canned_replies import EVERYTHING, USAGE, CannedReply
+from tests.canned_replies import CUT_CALL, EVERYTHING, USAGE, CannedReply
 
 pytestmark = pytest.mark.unit
 
@@ -77,6 +78,19 @@ async def test_a_chat_stream() -> None:
 async def test_a_chat_reply() -> None:
     body = await collect(replies_of(EVERYTHING, PLAIN), ChatForm(2))
     check("chat.json", json.dumps(body, indent=1, ensure_ascii=False))
+
+
+async def test_a_call_that_was_cut_off() -> None:
+    frames = [f async for f in stream(replies_of(CUT_CALL), ChatForm(1), has_usage=False)]
+    check("chat_stream_cut_call.txt", "".join(frames))
+    body = await collect(replies_of(CUT_CALL), ChatForm(1))
+    check("chat_cut_call.json", json.dumps(body, indent=1, ensure_ascii=False))
+    frames = [frame async for frame in run_of(CUT_CALL, RecentResponses()).frames()]
+    check("response_stream_cut_call.txt", "".join(frames))
+    response: Any = await run_of(CUT_CALL, RecentResponses()).collect()
+    assert response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
 
 
 async def until_progress(frames: AsyncIterator[str]) -> AsyncIterator[str]:

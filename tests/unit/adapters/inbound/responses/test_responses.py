@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 
-from semantic.adapters.inbound.http.streaming import ReplySet
+from semantic.adapters.inbound.http.streaming import Json, ReplySet
 from semantic.adapters.inbound.responses.events import ResponseWriter, response_of
 from semantic.adapters.inbound.responses.routes import RecentResponses, ResponseRun
 from semantic.domain.chat import Message, Role, TextPart, ToolUsePart
@@ -76,6 +77,13 @@ def test_a_response_made_again_ended_as_it_did(
     assert made["status"] == status
     assert made["incomplete_details"] == ({"reason": "max_output_tokens"} if is_cut else None)
     assert (made["created_at"], made.get("completed_at")) == (7, None if is_cut else 7)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.MAX_TOKENS, FinishReason.STOP_SEQUENCE])
+def test_a_response_made_again_has_what_was_written_of_a_call(reason: FinishReason) -> None:
+    reply = Message(Role.ASSISTANT, (ToolUsePart.cut("c1", "read", '{"path": "a'),))
+    (item,) = cast("list[Json]", response_of("1", past(reply, reason), "m")["output"])
+    assert (item["arguments"], item["status"]) == ('{"path": "a', "incomplete")
 
 
 def test_a_response_made_again_names_the_model_that_made_it() -> None:

@@ -2,6 +2,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -250,3 +251,29 @@ def test_greedy_is_the_best_after_penalties(logits: list[float], data: st.DataOb
         adjusted.append(penalised + bias.get(token, 0))
     expected = adjusted.index(max(adjusted))
     assert _choose(_row(*logits), params, history, num_prompt=num_prompt) == expected
+
+
+# -- history ------------------------------------------------------------------------------------
+
+
+class UnreadTokens(Sequence[int]):
+    """A long conversation that must not be read or copied."""
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise AssertionError(f"token {index} was read")
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, replace(SEEDED, top_k=2, top_p=0.9)])
+def test_without_penalties_no_token_of_the_history_is_read(params: SamplingParams) -> None:
+    draw, row = Draw(params, 0), _row(1, 3, 2)
+    expected = sample(row, draw, [0] * 5)
+    assert sample(row, draw, UnreadTokens(), 5) == expected
+
+
+def test_penalties_count_tokens_before_the_position_only() -> None:
+    params = replace(GREEDY, presence_penalty=2.0)
+    assert sample(_row(1, 3, 2), Draw(params, 0), [0, 1, 1], 1)[0] == 1
+    assert sample(_row(1, 3, 2), Draw(params, 0), [0, 1, 1], 2)[0] == 2

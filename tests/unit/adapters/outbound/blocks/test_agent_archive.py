@@ -3,6 +3,7 @@ import hashlib
 import hmac
 import json
 import tarfile
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semantic.adapters.outbound.blocks.agent_archive import END, AgentFile, ExportKeys, own_key
+from semantic.adapters.outbound.blocks.agent_archive import (
+    END,
+    AgentFile,
+    ExportKeys,
+    compose_manifest,
+    compose_member,
+    own_key,
+)
 from semantic.adapters.outbound.blocks.codec import KVCodec
 from semantic.domain.agents import Agent, AgentProfile, Pointer, Reuse, Turn
 from semantic.domain.blocks import BlockName, BlockPart, block_name, pack_tokens
@@ -326,3 +334,84 @@ def test_keys_are_not_shown() -> None:
 @pytest.mark.parametrize("signature", ["", "00", "ä" * 64])
 def test_what_is_no_signature_is_nobodys(signature: str) -> None:
     assert ExportKeys(b"secret").signer(b"content", signature) == ""
+
+
+# -- files that cost more than they are worth ------------------------------------------------------
+
+AGENT_MEMBER = members(CONTENT)[0]
+BLOCK_MEMBER = f"blocks/{'0' * 64}.full.safetensors"
+
+
+def test_a_large_block_is_checked_and_passed_over_in_little_memory() -> None:
+    num_bytes = 2**25
+    digests = {
+        AGENT_MEMBER[0]: hashlib.sha256(AGENT_MEMBER[1]).hexdigest(),
+        BLOCK_MEMBER: hashlib.sha256(bytes(num_bytes)).hexdigest(),
+    }
+    header = next(compose_member(BLOCK_MEMBER, [bytes(num_bytes)]))
+
+    def pieces() -> Iterator[bytes]:
+        yield from compose_member(AGENT_MEMBER[0], [AGENT_MEMBER[1]])
+        yield header
+        for _ in range(num_bytes >> 16):
+            yield bytes(2**16)
+        yield from compose_member("manifest.json", [compose_manifest(digests, "none")])
+        yield END
+
+    tracemalloc.start()
+    try:
+        assert FILE.check(pieces()) == ""
+        assert list(FILE.read(pieces(), has_parts=False)) == [HEAD]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < num_bytes / 8
+
+
+def turn_of(content: bytes, number: int = 1) -> Iterator[bytes]:
+    return compose_member(f"turns/{number:06}.json", [content])
+
+
+def too_long() -> Iterator[bytes]:
+    yield from turn_of(bytes(2**25 + 1))
+
+
+def too_long_together() -> Iterator[bytes]:
+    for number in range(1, 6):
+        yield from turn_of(bytes(2**25), number)
+
+
+def too_many() -> Iterator[bytes]:
+    digest = bytes(32).hex()
+    for number in range(2**16 + 1):
+        yield from compose_member(f"blocks/{digest[:-6]}{number:06}.full.safetensors", [])
+
+
+def too_many_values() -> Iterator[bytes]:
+    yield from turn_of(b"[" + b"[]," * 1_100_000 + b"1]")
+
+
+@pytest.mark.parametrize(
+    "made, problem",
+    [
+        (too_long, "cannot be that long"),
+        (too_long_together, "its turns take more than 128 MB"),
+        (too_many, "more than 65536 members"),
+        (too_many_values, "too many values"),
+    ],
+)
+def test_a_file_that_would_take_too_much_memory_is_refused(
+    made: Callable[[], Iterator[bytes]], problem: str
+) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield from compose_member(AGENT_MEMBER[0], [AGENT_MEMBER[1]])
+        yield from made()
+
+    def read_all() -> None:
+        if made is not too_many_values:
+            FILE.check(pieces())
+        for _ in FILE.read(pieces(), has_parts=False):
+            pass
+
+    with pytest.raises(InvalidRequestError, match=problem):
+        read_all()

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from semantic.adapters.outbound.blocks.codec import KVCodec, KVFormat
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
-from semantic.domain.blocks import BlockName, BlockNamespace, BlockPart
+from semantic.domain.blocks import BlockName, BlockNamespace, BlockOrigin, BlockPart
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload
@@ -63,6 +63,35 @@ def size_of(directory: Path) -> int:
     return sum(path.stat().st_size for path in all_files(directory))
 
 
+# -- what computed the blocks -------------------------------------------------------------------
+
+
+def test_each_root_says_what_computed_it(cache: SafetensorsCache, tmp_path: Path) -> None:
+    other = BlockNamespace("example", "other").root()
+    cache.fingerprint_of = {ROOT: "model", other: ""}.__getitem__
+    for part in (make_part((1, 2)), *(make_part((n,), parent=other, root=other) for n in (1, 2))):
+        put(cache, part)
+    assert SafetensorsCache(tmp_path).origins() == [
+        BlockOrigin(other, "", "demo.v1", "raw", 2),
+        BlockOrigin(ROOT, "model", "demo.v1", "raw", 1),
+    ]
+
+
+def test_bad_files_say_nothing_and_are_left(cache: SafetensorsCache, tmp_path: Path) -> None:
+    good, bad = put(cache, make_part((1,))), put(cache, make_part((2,)))
+    lost = BlockNamespace("example", "lost").root()
+    put(cache, make_part((3,), parent=lost, root=lost))
+    for path in (
+        file_of(tmp_path, bad),
+        file_of(tmp_path, make_part((3,), parent=lost, root=lost)),
+    ):
+        path.write_bytes(b"nonsense")
+    before = sorted(all_files(tmp_path))
+    assert SafetensorsCache(tmp_path).origins() == [BlockOrigin(ROOT, "", "demo.v1", "raw", 2)]
+    assert sorted(all_files(tmp_path)) == before
+    assert cache.read(good).end == 1
+
+
 # -- what is written --------------------------------------------------------------------------
 
 
@@ -70,7 +99,7 @@ def test_the_bytes_of_a_file(tmp_path: Path) -> None:
     part = make_part((7, 8))
     numbers = np.array([1, 2, 3, 4], "<f2").tobytes()
     cache = SafetensorsCache(tmp_path)
-    cache.announce(ROOT, "example")
+    cache.fingerprint_of = {ROOT: "example"}.__getitem__
     written = put(cache, part, HostBuffer("keys", (1, 2, 2), "float16", numbers))
     assert file_of(tmp_path, part).read_bytes() == EXAMPLE
     assert written == replace(part, nbytes=len(EXAMPLE))

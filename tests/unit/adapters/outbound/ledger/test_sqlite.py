@@ -327,6 +327,22 @@ def test_a_newer_ledger_is_refused_and_left_alone(tmp_path: Path, ledger: Sqlite
     assert (tmp_path / "ledger.db").read_bytes() == before
 
 
+def test_a_newer_ledger_of_a_killed_server_keeps_its_log(
+    tmp_path: Path, ledger: SqliteLedger
+) -> None:
+    ledger.apply([LOCAL], is_synced=False)
+    with closing(sqlite3.connect(tmp_path / "ledger.db")) as other:
+        other.execute("PRAGMA user_version = 7")
+        killed = shutil.copytree(tmp_path, tmp_path / "killed")
+    before = {path.name: path.read_bytes() for path in killed.iterdir()}
+    assert before["ledger.db-wal"]
+
+    with pytest.raises(CachePersistenceError, match="newer Semantic"):
+        SqliteLedger(killed).load()
+
+    assert {path.name: path.read_bytes() for path in killed.iterdir()} == before
+
+
 def test_a_newer_backup_is_refused_too(tmp_path: Path, ledger: SqliteLedger) -> None:
     ledger.back_up()
     ledger.close()

@@ -219,9 +219,6 @@ def test_an_agent_without_its_latest_turn_goes_back_to_where_it_was(directory: P
     change_text(directory / "ledger.db", b"newer than the backup", b"never was in a backup")
 
     with closing(SqliteLedger(directory)) as ledger:
-        assert ledger.load().problem == ""
-        with pytest.raises(CachePersistenceError, match="Restart the server"):
-            ledger.turn("local", "t60")
         state = ledger.load()
         assert "20 agents, of which 1 lost turns, and 60 turns" in state.problem
         assert AGENTS["a0"] in state.agents
@@ -235,9 +232,6 @@ def test_without_a_backup_what_can_be_read_is_kept(tmp_path: Path) -> None:
     change_text(path, b"30 " * 20, b"31 " * 20)
 
     with closing(SqliteLedger(tmp_path)) as ledger:
-        ledger.load()
-        with pytest.raises(CachePersistenceError, match="is damaged"):
-            ledger.turn("local", "t30")
         state = ledger.load()
         assert all_turns(ledger) == {
             i: t for i, t in (TURNS | {"t60": DEEP_TURN}).items() if i != "t30"
@@ -247,8 +241,9 @@ def test_without_a_backup_what_can_be_read_is_kept(tmp_path: Path) -> None:
     heads = {agent.id: agent.head for agent in state.agents}
     assert heads == {name: agent.head for name, agent in AGENTS.items()} | {
         "a0": "t60",
-        "a10": None,
+        "a10": "t10",
     }
+    assert {agent.num_turns for agent in state.agents if agent.id == "a10"} == {1}
 
 
 def test_a_damaged_ledger_and_a_damaged_backup_still_make_a_start(directory: Path) -> None:
@@ -288,6 +283,25 @@ def test_where_both_are_gone_that_is_said(directory: Path) -> None:
 
     with closing(SqliteLedger(directory)) as ledger:
         assert "up to 83 of the latest changes" in ledger.load().problem
+        assert ledger.load().problem == ""
+
+
+def test_where_every_file_of_the_ledger_is_gone_and_blocks_are_not_that_is_said(
+    directory: Path,
+) -> None:
+    for path in directory.glob("ledger.*"):
+        path.unlink()
+    with closing(SqliteLedger(directory)) as ledger:
+        assert ledger.load().problem == ""  # nothing tells it from a new directory
+    for path in directory.glob("ledger.*"):
+        path.unlink()
+    (directory / "blocks" / "00").mkdir(parents=True)
+
+    with closing(SqliteLedger(directory)) as ledger:
+        state = ledger.load()
+        assert (state.agents, state.is_index_lost) == ((), True)
+        assert "ledger.db and its backups were missing" in state.problem
+        assert "all earlier agents and turns are lost" in state.problem
         assert ledger.load().problem == ""
 
 
@@ -398,12 +412,93 @@ def test_a_ledger_whose_making_was_cut_short_is_made(tmp_path: Path) -> None:
         assert ledger.load().problem == ""
 
 
+DAMAGED = (b"30 " * 20, b"31 " * 20)  # in the text of turn t30 of agent a10, as pages see no harm
+
+
+def test_a_damaged_row_is_restored_at_start_and_all_else_stays(directory: Path) -> None:
+    change_text(directory / "ledger.db", *DAMAGED)
+
+    with closing(SqliteLedger(directory)) as ledger:
+        state = ledger.load()
+        assert all_turns(ledger) == TURNS | {"t60": DEEP_TURN}
+        assert DEEP_AGENT in state.agents
+        assert len(state.parts) == 20  # the index need not be rebuilt
+        words = "turn t30 of agent coder does not match its checksum; restored it from the backup"
+        assert words in state.problem
+        assert not list(directory.glob("*.damaged-*"))
+        assert ledger.load().problem == ""
+
+
+def test_a_damaged_row_is_restored_when_it_is_read(directory: Path) -> None:
+    with closing(SqliteLedger(directory)) as ledger:
+        ledger.load()
+        change_text(directory / "ledger.db", *DAMAGED)
+        assert ledger.turn("local", "t30") == TURNS["t30"]
+        assert "turn t30 of agent coder" in ledger.problem
+        assert "restored it from the backup" in ledger.problem
+        assert ledger.load().problem == ledger.problem == ""
+
+
+def test_a_damaged_row_is_restored_before_it_would_reach_the_backup(
+    directory: Path, tmp_path: Path
+) -> None:
+    change = PutAgent(agent_of("late", None))
+    with closing(SqliteLedger(directory)) as ledger:
+        ledger.load()
+        change_text(directory / "ledger.db", *DAMAGED)
+        for _ in range(2):
+            ledger.apply([change], is_synced=True)
+            ledger.back_up()
+        assert "restored it" in ledger.problem
+    for name in ("ledger.backup.db", "ledger.backup-2.db"):
+        (tmp_path / name).mkdir()
+        shutil.copy(directory / name, tmp_path / name / "ledger.db")
+        with closing(SqliteLedger(tmp_path / name)) as ledger:
+            assert ledger.load().problem == ""
+            assert all_turns(ledger) == TURNS | {"t60": DEEP_TURN}
+
+
+def test_a_damaged_row_of_which_there_is_no_copy_is_named_and_never_backed_up(
+    directory: Path,
+) -> None:
+    with closing(SqliteLedger(directory)) as ledger:
+        ledger.load()
+        before = (directory / "ledger.backup.db").read_bytes()
+        change_text(directory / "ledger.db", b"newer than the backup", b"never was in a backup")
+        for work in (
+            lambda: ledger.turn("local", "t60"),
+            ledger.back_up,
+            lambda: ledger.forget_unreachable(before=1e12, replays_before=0),
+        ):
+            with pytest.raises(CachePersistenceError) as refused:
+                work()
+            assert "turn t60 of agent coder does not match its checksum" in refused.value.message
+            assert str(directory) not in refused.value.message
+        assert "turn t60 of agent coder" in ledger.problem
+        assert ledger.turns("local", "t50", limit=9)[0] == TURNS["t50"]
+    assert (directory / "ledger.backup.db").read_bytes() == before
+
+
+def test_the_two_latest_backups_are_kept_and_the_older_one_restores_too(directory: Path) -> None:
+    with closing(SqliteLedger(directory)) as ledger:
+        ledger.load()
+        first = (directory / "ledger.backup.db").read_bytes()
+        ledger.back_up()
+    assert (directory / "ledger.backup-2.db").read_bytes() == first
+    (directory / "ledger.db").unlink()
+    (directory / "ledger.backup.db").write_bytes(b"x" * 9000)
+
+    with closing(SqliteLedger(directory)) as ledger:
+        check_backed_up(ledger.load(), all_turns(ledger))
+
+
 def test_a_damaged_ledger_does_not_replace_a_good_backup(directory: Path) -> None:
     with closing(SqliteLedger(directory)) as ledger:
         ledger.load()
         before = (directory / "ledger.backup.db").read_bytes()
         overwrite(directory / "ledger.db", 20 * PAGE, bytes(9 * PAGE))
-        with pytest.raises(CachePersistenceError, match="is damaged"):
+        with pytest.raises(CachePersistenceError, match="is damaged") as refused:
             ledger.back_up()
+        assert str(directory) not in refused.value.message
 
     assert (directory / "ledger.backup.db").read_bytes() == before

@@ -199,3 +199,15 @@ def test_a_kept_result_without_a_value_is_computed_anew(model: Path, cache_file:
 def test_a_cache_that_cannot_be_written_is_done_without(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert fingerprint(model, tmp_path / "file" / "cache.json") == fingerprint(model, None)
+
+
+def test_changed_files_of_a_known_model_are_logged(
+    model: Path, cache_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fingerprint(model, cache_file)
+    os.utime(model / "config.json", ns=(1, 1))
+    fingerprint(model, cache_file)
+    assert "changed" not in caplog.text
+    (model / "chat_template.jinja").write_text("{{ other }}")
+    fingerprint(model, cache_file)
+    assert "the files of model changed" in caplog.text

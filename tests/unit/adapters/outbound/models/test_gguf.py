@@ -1,5 +1,7 @@
+import fcntl
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -433,7 +435,30 @@ def test_metadata_decides_whether_text_begins_with_bos(adds_bos: bool, tmp_path:
         (Tiny(fields={"llama.rope.dimension_count": 4}), ["only 4 of a head's 8"]),
         (Tiny(fields={"llama.attention.head_count_kv": 4}), ["attn_k.weight has 16 rows"]),
         (Tiny(fields={"llama.attention.head_count": [4, 4]}), ["head_count is list, not int"]),
-        (Tiny(fields={"llama.block_count": 4_000_000_000}), ["lacks the tensor blk."]),
+        (Tiny(fields={"llama.block_count": 2_000_000_000}), ["lacks the tensor blk."]),
+        *(
+            (Tiny(fields={key: 2**32 - 1}), [f"{key} is 4294967295, not a number from 0"])
+            for key in (
+                *("llama.block_count", "llama.context_length", "llama.embedding_length"),
+                *("llama.attention.head_count", "llama.attention.head_count_kv"),
+                *("llama.feed_forward_length", "tokenizer.ggml.padding_token_id"),
+            )
+        ),
+        *(
+            (Tiny(fields={key: value}), [f"{key} is or holds {value}"])
+            for key in ("llama.rope.freq_base", "llama.attention.layer_norm_rms_epsilon")
+            for value in (math.nan, math.inf, -math.inf)
+        ),
+        (
+            Tiny(
+                fields={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": math.nan}
+            ),
+            ["llama.rope.scaling.factor is or holds nan"],
+        ),
+        (
+            sentencepiece({"tokenizer.ggml.scores": [0.0, math.nan]}),
+            ["tokenizer.ggml.scores is or holds nan"],
+        ),
         (Tiny(fields={"llama.context_length": None}), ["no llama.context_length"]),
         (Tiny(fields={"tokenizer.ggml.model": "bert"}), ["kind 'bert'", "'gpt2'"]),
         (Tiny(fields={"tokenizer.ggml.pre": "falcon"}), ["'falcon'", "llama-bpe, qwen2, smollm"]),
@@ -497,16 +522,25 @@ def test_what_a_killed_import_left_is_removed_and_another_that_runs_is_left_alon
     killed, new = target.parent / ".tiny-killed", target.parent / ".tiny-new"
     for directory in (killed, new):
         (directory / "tiny").mkdir(parents=True)
-    os.utime(killed, (0, 0))
+        (directory / ".importing").touch()
+    holder = os.open(new, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
 
     def overtake(_done: int, _total: int) -> None:
-        for scratch in target.parent.glob(".tiny-*"):
-            if scratch != new:
-                os.utime(scratch, (0, 0))
         import_gguf(source, target)
 
     assert import_gguf(source, target, overtake) == target
     assert sorted(target.parent.iterdir()) == [new, target]
+    os.close(holder)
+
+
+def test_hidden_directories_without_the_mark_of_an_import_stay(tmp_path: Path) -> None:
+    notes = tmp_path / "models" / ".tiny-notes" / "letter.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("dear")
+    os.utime(notes.parent, (0, 0))
+    run(Tiny(), tmp_path)
+    assert notes.read_text() == "dear"
 
 
 def test_a_second_import_returns_what_the_first_made(tmp_path: Path) -> None:
@@ -518,29 +552,37 @@ def test_a_second_import_returns_what_the_first_made(tmp_path: Path) -> None:
     assert list(model.parent.iterdir()) == [model]
 
 
-@pytest.mark.parametrize("age", ["of another file", "of an earlier version"])
-def test_an_outdated_import_is_made_again_and_keeps_how_to_sample(age: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mark", ["2 1\n", "1 0\n", "0 0\n"])
+def test_an_outdated_import_is_made_again_and_keeps_what_others_wrote(
+    mark: str, tmp_path: Path
+) -> None:
     model = run(Tiny(), tmp_path)
     fresh = {path.name: path.read_bytes() for path in model.iterdir()}
     (model / "model.safetensors").write_bytes(b"in full")
-    (model / "generation_config.json").write_text("{}")
-    if age == "of another file":
-        (model / ".imported").write_text("2 1\n")
-    else:
-        (model / ".imported").unlink()  # which earlier versions did not write
+    kept = {"generation_config.json": b"{}", "README.md": b"mine"}
+    for name, content in kept.items():
+        (model / name).write_bytes(content)
+    (model / ".imported").write_text(mark)
     assert import_gguf(tmp_path / "tiny.gguf", model) == model
     made = {path.name: path.read_bytes() for path in model.iterdir()}
-    assert made == {**fresh, "generation_config.json": b"{}"}
+    assert made == {**fresh, **kept}
     assert list(model.parent.iterdir()) == [model]
 
 
-def test_a_model_of_that_name_that_somebody_else_put_there_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mark", [None, "", "my notes on what I imported\n"])
+def test_a_directory_without_the_mark_of_an_import_is_never_touched(
+    mark: str | None, tmp_path: Path
+) -> None:
     model = run(Tiny(), tmp_path)
-    (model / ".imported").unlink()
     (model / "model.safetensors").write_bytes(b"theirs")
-    (model / "README.md").touch()
-    assert import_gguf(tmp_path / "tiny.gguf", model) == model
-    assert (model / "model.safetensors").read_bytes() == b"theirs"
+    (model / ".imported").unlink()
+    if mark is not None:
+        (model / ".imported").write_text(mark)
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    with pytest.raises(InvalidRequestError, match=r"Move or rename .*models/tiny"):
+        import_gguf(tmp_path / "tiny.gguf", model)
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    assert list(model.parent.iterdir()) == [model]
 
 
 def test_the_slower_of_two_imports_takes_what_the_faster_one_made(tmp_path: Path) -> None:
@@ -562,7 +604,7 @@ def test_an_empty_target_is_filled_and_a_foreign_one_kept(tmp_path: Path) -> Non
     assert (import_gguf(source, empty) / "config.json").exists()
     foreign.mkdir()
     (foreign / "letter.txt").write_text("dear")
-    with pytest.raises(InvalidRequestError, match="foreign exists but"):
+    with pytest.raises(InvalidRequestError, match="foreign exists and was not imported"):
         import_gguf(source, foreign)
     assert (foreign / "letter.txt").read_text() == "dear"
 

@@ -148,7 +148,7 @@ function NewDialog({ onMade }) {
     if (agent) onMade?.(agent.id);
   };
   return html`<${Dialog} title="New agent" action="Make it" onDone=${done} onClose=${close}>
-    <${Field} label="Name" hint="letters, digits, dot, dash; drawn if empty"><input name="id" pattern=${NAME} placeholder="coder" /><//>
+    <${Field} label="Name" hint="letters, digits, dot, dash; leave empty for a random name"><input name="id" pattern=${NAME} placeholder="coder" /><//>
     <${Field} label="System prompt"><textarea name="system" rows="5" placeholder="You write Python." /><//>
   <//>`;
 }

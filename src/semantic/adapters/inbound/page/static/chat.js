@@ -177,7 +177,7 @@ function Why({ id, turnId }) {
           <pre class="old"><b>was</b>${left.expected || "(the end)"}</pre>
           <pre class="new"><b>is</b>${left.actual || "(the end)"}</pre>
         </div>`
-      : html`<p class="note">Its prompt continues the previous turn, to the last token.</p>`}
+      : html`<p class="note">Its prompt continues the previous turn, to the last token.${told.note && ` ${told.note}`}</p>`}
   </div>`;
 }
 
@@ -199,7 +199,7 @@ function Live({ reply, onRetry }) {
 function Options({ value, onChange }) {
   const set = (name) => (event) => onChange({ ...value, [name]: event.target.value === "" ? undefined : Number(event.target.value) });
   return html`<details class="menu"><summary class="button">Options</summary><div class="sheet">
-    <${Field} label="Temperature" hint="empty: as the model's authors advise"><input type="number" min="0" max="2" step="0.1" value=${value.temperature} onInput=${set("temperature")} /><//>
+    <${Field} label="Temperature" hint="empty: the model's default"><input type="number" min="0" max="2" step="0.1" value=${value.temperature} onInput=${set("temperature")} /><//>
     <${Field} label="Longest reply, tokens"><input type="number" min="1" value=${value.max_tokens} onInput=${set("max_tokens")} /><//>
     <${Field} label="Seed"><input type="number" value=${value.seed} onInput=${set("seed")} /><//>
   </div></details>`;

@@ -235,7 +235,7 @@ export function Now({ go }) {
         ${running.length ? running.map((reply) => html`<${Running} key=${reply.turn_id} reply=${reply} go=${go} />`) : html`<p class="note">No requests are waiting or running.</p>`}
       </div>
       <div class="panel">
-        <h2>What happened</h2>
+        <h2>Activity</h2>
         <${Events} />
       </div>
     </div>

@@ -1,9 +1,9 @@
 """Runs models with mlx-lm: on Apple Silicon, on CUDA, and on a Linux CPU.
 
-The modelling code is the library's own. Many tokens of one sequence run through the library's own
-caches; the last token of every chunk that asks for a sample runs together with those of the other
-sequences, in groups of like length (`mlx.groups` says why). A step is only enqueued by `launch`:
-tokens that the device draws feed the next step before anyone has seen them.
+The modelling code is the library's own. Prompts run one sequence at a time through the library's
+caches; the last token of every chunk that samples runs together with those of the other
+sequences, in groups of similar length (see `mlx.groups` for the reasons). `launch` only enqueues a
+step: tokens sampled on the device feed the next step before the host has read them.
 """
 
 import logging
@@ -43,17 +43,17 @@ from semantic.ports.backend import (
 )
 
 _LOG = logging.getLogger(__name__)
-_CLEAR_INTERVAL = 256  # steps between two returns of unused buffers
+_CLEAR_INTERVAL = 256  # steps between two releases of unused buffers
 _MAX_DRAFT = 16
 _DEVICE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)
 class StepTicket:
-    """A step under way.
+    """A launched step.
 
     Attributes:
-        held: What the device may still use until the step is computed.
+        held: Objects that the device may use until the step is computed.
     """
 
     rows: tuple[PendingRow | RowFailed, ...]
@@ -64,7 +64,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
     """`ModelBackendPort` over a directory that mlx-lm can load."""
 
     def __init__(self, loaded: MlxModel) -> None:
-        """Find out how a model can be run.
+        """Determine how the model can be run.
 
         Raises:
             InvalidRequestError: this backend cannot run it.
@@ -84,7 +84,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             f"mlx.v1.{dtype}.full" if loaded.is_expanded else f"mlx.v1.{dtype}",
             kept.dtypes[0].size * 8,
             loading.describe(dtype, loaded.reason),
-            # Guesses are rows of a pass; a ring would lose what wrong ones are written over.
+            # Draft tokens are rows of a pass; in a ring, rejected ones overwrite older tokens.
             max_draft=_MAX_DRAFT if self._runner.can_draft else 0,
             **({"draft_end": spec.window} if spec.window else {}),
         )
@@ -114,12 +114,12 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         return cls(loading.load(directory, spec, options or MlxOptions()))
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
-        """Append state from payloads."""
+        """Append KV cache from payloads."""
         sequence, layout = self._sequences[seq], self._runner.layout
         by_kind = self._sort_parts(seq, parts, end)
         if not parts:
             return
-        # All are found sound before anything is changed.
+        # Validate all payloads before changing anything.
         kinds = (by_kind.full, by_kind.window, (by_kind.state,) if by_kind.state else ())
         full, window, state = (payloads.read(layout, kind, end, self._transfer) for kind in kinds)
         group = self._runner.groups.isolate(sequence, capacity_for(len(sequence.known)))
@@ -167,11 +167,11 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         except _DEVICE_ERRORS as error:
             raise BackendError(f"the device failed: {error}") from error
         if all(isinstance(row, RowFailed) for row in output.rows):
-            self._held += ticket.held  # nobody has waited for the step yet
+            self._held += ticket.held  # perhaps no row has waited for the step
         return output
 
     def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Run the model without its head."""
+        """Run the model without its head; returns the sum of the hidden states."""
         row = self._pending(Chunk(seq, start, tuple(tokens)))
         sequence = row.sequence
         try:
@@ -185,7 +185,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         return tuple(values)
 
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
-        """Begin copying state."""
+        """Start to copy KV cache."""
         sequence = self._sequences[seq]
         start = self._snapshot_start(sequence, start, end, kind)
         copies = payloads.copy_out(
@@ -203,7 +203,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         return ticket.payload()
 
     def flush(self) -> None:
-        """Let the device begin the copies that were asked for."""
+        """Start the requested copies on the device."""
         if self._transfer is not None:
             try:
                 self._transfer.flush()
@@ -211,22 +211,22 @@ class MlxBackend(SequenceBackend[MlxSequence]):
                 _LOG.warning("state could not be copied: %s", error)
 
     def close(self, seq: SequenceId) -> None:
-        """Drop a sequence."""
+        """Close a sequence and free its KV cache."""
         if (sequence := self._sequences.get(seq)) is not None:
             self._let_go(sequence)
         super().close(seq)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """Arrays come in sizes a quarter apart; padding is part of them."""
+        """Return the size of the arrays, padding included; capacities are a quarter apart."""
         layout = self._runner.layout
         return sum(layout.nbytes(capacity_for(length)) for length in lengths if length)
 
     def memory(self) -> int:
-        """Add up the sequences' arrays."""
+        """Return the size of all sequences' arrays in bytes."""
         return self._runner.groups.nbytes([*self._sequences.values()])
 
     def device_memory(self) -> DeviceMemory | None:
-        """Ask MLX; a Mac's GPU says how much it has, and of what is used we know our own."""
+        """Return MLX's figures; if it reports no free memory, `used` is this process's memory."""
         if self._device.type != mx.gpu:
             return None
         info = mx.device_info(self._device)
@@ -236,15 +236,15 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         return DeviceMemory(used, total)
 
     def shutdown(self) -> None:
-        """Drop everything, and what MLX keeps for this thread if it is a worker."""
+        """Free everything, and on a worker thread also MLX's streams of that thread."""
         while self._sequences:
-            self._sequences.popitem()[1].group = None  # which refers to it in turn
+            self._sequences.popitem()[1].group = None  # breaks the reference cycle
         self._runner.release()
         if self._transfer is not None:
             self._transfer.finish()
         self._held.clear()
         mx.synchronize()
-        host_memory.collect_and_trim()  # circles that refer to arrays go before these
+        host_memory.collect_and_trim()  # free reference cycles, which hold arrays
         mx.clear_cache()
         if threading.current_thread() is not threading.main_thread():
             # Otherwise the process aborts if it ends soon after the thread.
@@ -253,7 +253,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
     # -- one step -------------------------------------------------------------------------------
 
     def _pending(self, chunk: Chunk) -> PendingRow:
-        """Check a chunk; nothing after this may refuse the row."""
+        """Check a chunk; after this, nothing may reject the row."""
         sequence = self._sequence_of(chunk)
         has_sampled = sequence.last_token is not None and not sequence.last_token.has_failed()
         self._check_tokens(chunk, has_sampled=has_sampled)
@@ -263,7 +263,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         return PendingRow(chunk, sequence, draft=self._checkable(chunk, sequence))
 
     def _checkable(self, chunk: Chunk, sequence: MlxSequence) -> tuple[int, ...]:
-        """The guesses that have room in the sequence's arrays; only a decoded token has any."""
+        """Return the draft tokens that fit the sequence's arrays; only decoded tokens have any."""
         if not chunk.draft or chunk.num_tokens > 1 or not sequence.length:
             return ()
         room = sequence.group_row()[0].capacity - sequence.length - 1
@@ -286,7 +286,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
 
     def _cut(self, sequence: MlxSequence, num_tokens: int) -> None:
         if sequence.copying is not None:
-            # Our own kernels will write where it still reads, and MLX does not see it.
+            # The custom kernels will write where the copy still reads; MLX does not track this.
             sequence.copying.settle()
         sequence.length, sequence.last_token = num_tokens, None
         if num_tokens == 0:
@@ -294,9 +294,10 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             sequence.window_start, sequence.has_state = 0, True
 
     def _let_go(self, sequence: MlxSequence) -> None:
-        """Drop a sequence's arrays, once what is under way is computed.
+        """Drop a sequence's arrays after the running steps are computed.
 
-        MLX would give their memory to a copy on the other stream while this one still writes it.
+        MLX would reuse their memory for a copy on the other stream while this stream still writes
+        it.
         """
         if sequence.group is not None and (self._num_under_way or self._held):
             self._held.append(sequence.group.arrays)

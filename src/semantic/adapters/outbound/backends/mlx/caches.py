@@ -1,9 +1,9 @@
-"""What a model's library caches hold, as plain arrays whose first axis is the sequence.
+"""Converts the library's caches to plain arrays whose first axis is the sequence, and back.
 
 Every leaf cache of the library becomes a `Part`: keys and values of all tokens (FULL), those of the
-last tokens in a ring where position p lies at ``p % window`` (WINDOW), or recurrent arrays (STATE).
-Arrays of several sequences can be put side by side; the library's own caches are made from a
-sequence's arrays for a prefill and taken apart again after it.
+last tokens in a ring with position p at ``p % window`` (WINDOW), or recurrent arrays (STATE).
+Arrays of several sequences can be placed side by side. For a prefill, the library's caches are
+built from a sequence's arrays and converted back afterwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ import mlx.core as mx
 from semantic.adapters.outbound.backends.mlx.runtime import import_library
 from semantic.domain.spec import LayerKind, LayerSpec
 
-Array: TypeAlias = Any  # mx.array; the library ships no types
+Array: TypeAlias = Any  # mx.array; MLX ships no types
 Arrays: TypeAlias = list[list[Array]]  # by part, then keys and values or state arrays
 
 library = import_library("mlx_lm.models.cache")
@@ -26,10 +26,10 @@ _TIME = 2  # the axis of tokens in keys and values
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A leaf cache's arrays.
+    """The arrays of one leaf cache.
 
     Attributes:
-        shapes: Of one sequence's arrays; keys and values without the axis of tokens.
+        shapes: Of one sequence's arrays; for keys and values without the token axis.
     """
 
     kind: LayerKind
@@ -38,11 +38,11 @@ class Part:
     dtypes: tuple[Any, ...]
 
     def size(self, capacity: int) -> int:
-        """Tokens the arrays have room for in a sequence of this capacity."""
+        """Return how many tokens the arrays hold in a sequence of this capacity."""
         return min(self.window, capacity) if self.kind is LayerKind.WINDOW else capacity
 
     def nbytes(self, capacity: int) -> int:
-        """Bytes of one sequence's arrays."""
+        """Return the bytes of one sequence's arrays."""
         room = 1 if self.kind is LayerKind.STATE else self.size(capacity)
         return sum(
             room * dtype.size * _product(shape)
@@ -50,7 +50,7 @@ class Part:
         )
 
     def zeros(self, capacity: int) -> list[Array]:
-        """One sequence's arrays with nothing in them."""
+        """Create one sequence's arrays, filled with zeros."""
         shapes = self.shapes
         if self.kind is not LayerKind.STATE:
             shapes = tuple((heads, self.size(capacity), dim) for heads, dim in shapes)
@@ -70,32 +70,32 @@ class Layout:
         self.not_full = [*self.of_kind(LayerKind.WINDOW), *self.of_kind(LayerKind.STATE)]
 
     def release(self) -> None:
-        """Let go of the model; no cache can be made from now on."""
+        """Drop the reference to the model; no caches can be created afterwards."""
         self._make_caches = list
 
     def of_kind(self, kind: LayerKind) -> list[int]:
-        """Places of the parts of a kind."""
+        """Return the indices of the parts of a kind."""
         return [place for place, part in enumerate(self.parts) if part.kind is kind]
 
     def nbytes(self, capacity: int) -> int:
-        """Bytes of one sequence."""
-        if capacity not in self._nbytes:  # asked for every sequence in every step
+        """Return the bytes of one sequence."""
+        if capacity not in self._nbytes:  # called for every sequence in every step
             self._nbytes[capacity] = sum(part.nbytes(capacity) for part in self.parts)
         return self._nbytes[capacity]
 
     def zeros(self, capacity: int) -> Arrays:
-        """A sequence with nothing in it."""
+        """Create the arrays of an empty sequence."""
         return [part.zeros(capacity) for part in self.parts]
 
     def fit(self, arrays: Arrays, capacity: int) -> Arrays:
-        """Give one sequence's arrays another capacity; rings that have wrapped stay as they are."""
+        """Change the capacity of one sequence's arrays; rings that have wrapped do not change."""
         return [
             given if part.kind is LayerKind.STATE else [fit(a, part.size(capacity)) for a in given]
             for part, given in zip(self.parts, arrays, strict=True)
         ]
 
     def thaw(self, arrays: Arrays | None, length: int, capacity: int) -> list[Any]:
-        """Library caches that hold one sequence; they take the arrays over."""
+        """Create library caches that hold one sequence; they take ownership of the arrays."""
         caches = self._make_caches()
         full = arrays or self.zeros(capacity)
         for part, leaf, given in zip(self.parts, leaves(caches), full, strict=True):
@@ -110,12 +110,12 @@ class Layout:
         return caches
 
     def freeze(self, caches: Sequence[Any], length: int, capacity: int) -> Arrays:
-        """The arrays of one sequence, from library caches."""
+        """Extract the arrays of one sequence from library caches."""
         arrays: Arrays = []
         for part, leaf in zip(self.parts, leaves(caches), strict=True):
             if part.kind is LayerKind.FULL:
                 held = [fit(array, capacity) for array in (leaf.keys, leaf.values)]
-                # What is written at once over all there was is as the model made it, not in order.
+                # If one write covered the whole array, it keeps the model's layout, not contiguous.
                 is_whole = leaf.offset == capacity
                 arrays.append([mx.contiguous(array) for array in held] if is_whole else held)
             elif part.kind is LayerKind.WINDOW:
@@ -129,7 +129,7 @@ class Layout:
 
 
 def leaves(caches: Sequence[Any]) -> list[Any]:
-    """The library's caches without the lists some layers keep them in."""
+    """Flatten the library's nested cache lists."""
     flat: list[Any] = []
     for cache in caches:
         flat += cache.caches if isinstance(cache, library.CacheList) else [cache]
@@ -137,7 +137,7 @@ def leaves(caches: Sequence[Any]) -> list[Any]:
 
 
 def capacity_for(length: int) -> int:
-    """The room a sequence of this length is given: sizes a quarter apart, so like ones match."""
+    """Return the capacity for this length; sizes are a quarter apart, so that many are equal."""
     capacity = _STEP
     while capacity < length:
         capacity = max(capacity + _STEP, capacity * 5 // 4 // _STEP * _STEP)
@@ -145,26 +145,26 @@ def capacity_for(length: int) -> int:
 
 
 def concatenate_rows(arrays: list[Array]) -> Array:
-    """Rows below each other."""
+    """Concatenate along the first axis."""
     return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
 
 
 def unroll(array: Array, length: int, window: int) -> Array:
-    """A ring's last tokens in order."""
+    """Return a ring's last tokens in order."""
     if length <= array.shape[_TIME]:
         return array[:, :, :length]
     return mx.roll(array, -(length % window), axis=_TIME)
 
 
 def roll(ordered: Array, length: int, window: int, size: int) -> Array:
-    """The ring of `size` tokens that holds the last ones of `ordered`, which ends at `length`."""
+    """Return a ring of `size` tokens with the last ones of `ordered`, which ends at `length`."""
     if length <= size:
         return fit(ordered[:, :, -length:] if length else ordered, size)
     return mx.roll(ordered[:, :, -window:], length % window, axis=_TIME)
 
 
 def geometry_mismatch(parts: Sequence[Part], layers: Sequence[LayerSpec]) -> str | None:
-    """How the library's caches differ from the geometry read from the config, if they do."""
+    """Describe how the library's caches differ from the config's geometry; None if they match."""
     if len(parts) != len(layers):
         return f"mlx-lm keeps {len(parts)} caches, not {len(layers)}"
     for place, (part, layer) in enumerate(zip(parts, layers, strict=True)):
@@ -201,7 +201,7 @@ def _part_of(leaf: Any) -> Part:
 
 
 def fit(array: Array, size: int) -> Array:
-    """Keys or values with room for so many tokens."""
+    """Pad or cut keys or values to this many tokens."""
     missing = size - array.shape[_TIME]
     if missing > 0:
         return mx.pad(array, [(0, 0), (0, 0), (0, missing), (0, 0)])

@@ -1,9 +1,9 @@
-"""One token for each of several sequences: what a model is given in place of its caches.
+"""Decodes one token for each of several sequences, with views in place of the model's caches.
 
-The model runs once over ``[rows, 1]``. A view stands for one leaf cache of all rows: it writes
-each group's new keys and values into that group's arrays and hands back what to attend over. With
-one group these are plain arrays and a mask, which any model understands; with several a `Groups`
-object, which the library's attention function is wrapped to take.
+The model runs once over ``[rows, 1]``. A view replaces one leaf cache for all rows: it writes each
+group's new keys and values into that group's arrays and returns the arrays to attend over. With one
+group these are plain arrays and a mask, which any model supports; with several they are a `Groups`
+object, for which the library's attention function is wrapped.
 """
 
 import functools
@@ -30,7 +30,7 @@ from semantic.adapters.outbound.backends.mlx.groups import GroupStep
 from semantic.domain.spec import LayerKind
 
 _ATTENTION = "scaled_dot_product_attention"
-_MAX_COMPILED = 128  # steps of other sizes that are remembered
+_MAX_COMPILED = 128  # number of compiled steps to keep, one per size
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +42,19 @@ class Groups:
 
 
 class AttentionView:
-    """Stands for a cache of keys and values of all rows of a step."""
+    """Replaces a cache of keys and values for all rows of a step."""
 
     def __init__(
         self, place: int, part: Part, steps: Sequence[GroupStep], offset: Any, kernels: KernelStep
     ) -> None:
-        """Stand for a part.
+        """Create the view of a part.
 
         Args:
-            place: Of the part among all.
+            place: Index of the part.
             part: Keys and values.
             steps: All groups of the step.
-            offset: Of the new token, by row; one number where all are equal.
-            kernels: Our own for CUDA, which all parts of the step share.
+            offset: Position of the new token, by row; one number if all are equal.
+            kernels: Custom CUDA kernels, shared by all parts of the step.
         """
         self.place = place
         self.kernels = kernels
@@ -68,20 +68,20 @@ class AttentionView:
         return [step.group.arrays[self.place] for step in self.steps]
 
     def make_mask(self, *_: Any, **__: Any) -> Array | None:
-        """What the model passes on to attention; groups have masks of their own."""
+        """Return the mask that the model passes to attention; None if groups have their own."""
         return self.steps[0].mask(self.part) if self._is_plain else None
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the model's attention is given plain arrays: one group, no guesses."""
+        """Whether the model's attention receives plain arrays: one group, no draft tokens."""
         return len(self.steps) == 1 and not self.steps[0].is_drafted
 
     def is_own(self, mask: Any) -> bool:
-        """Whether the model passed on the mask it was given, and there is one."""
+        """Whether `mask` is this view's mask and not None."""
         return mask is not None and mask is self.make_mask()
 
     def update_and_fetch(self, keys: Array, values: Array) -> tuple[Any, Any]:
-        """Keep the new token's keys and values and return all there are."""
+        """Store the new token's keys and values, and return those of all tokens."""
         if self._is_plain:
             return self._write(self.steps[0], keys, values)
         groups = [self._write(s, keys[s.place], values[s.place]) for s in self.steps]
@@ -95,7 +95,10 @@ class AttentionView:
         scale: float,
         sinks: Array | None,
     ) -> Array:
-        """One query a row. CUDA's kernels take no mask of ours, so there we bring our own."""
+        """Attend with one query per row.
+
+        MLX's CUDA kernels support no mask per row, so a custom kernel runs there.
+        """
         if sinks is None and self.kernels.can_attend(queries, *groups[0]):
             return self.kernels.attend(self.part, queries, self.arrays, scale)
         return concatenate_rows(
@@ -111,7 +114,7 @@ class AttentionView:
 
 
 class StateView:
-    """Stands for a cache of recurrent arrays of all rows of a step."""
+    """Replaces a cache of recurrent arrays for all rows of a step."""
 
     lengths = None
     left_padding = None
@@ -134,10 +137,10 @@ class StateView:
             arrays[index] = mx.concatenate([new, rest]) if rest.shape[0] else new
 
     def make_mask(self, *_: Any, **__: Any) -> None:
-        """No row is padded."""
+        """Return None: no row is padded."""
 
     def advance(self, num_tokens: int) -> None:
-        """Lengths are kept elsewhere."""
+        """Do nothing: `MlxSequence` stores the lengths."""
 
 
 def views(
@@ -146,7 +149,7 @@ def views(
     steps: Sequence[GroupStep],
     kernels: KernelStep,
 ) -> list[Any]:
-    """One view for each of the model's caches, nested as the library nests them."""
+    """Create one view for each of the model's caches, nested as the library nests them."""
     positions = [position for step in steps for position in step.all_positions]
     offset = positions[0] if len(set(positions)) == 1 else mx.array(positions)
     flat: list[Any] = []
@@ -164,10 +167,11 @@ def views(
 
 
 class CompiledSteps:
-    """Steps of models whose layers are all our own, as MLX remembers them.
+    """Compiled steps of models whose layers all run on the custom kernels.
 
-    To build a step's graph in Python takes as long as to compute it. Steps of as many rows differ
-    in nothing but numbers that they are given: where arrays are, and who reads what, included.
+    Building a step's graph in Python takes as long as computing it. Steps with the same number of
+    rows differ only in their input arrays, which include array addresses and the attention plan, so
+    `mx.compile` can reuse the graph.
     """
 
     def __init__(self, model: Any, layout: Layout, nesting: Sequence[Any]) -> None:
@@ -178,18 +182,18 @@ class CompiledSteps:
         self._met: set[tuple[int, ...]] = set()
 
     def release(self) -> None:
-        """Let go of the model."""
+        """Drop the model."""
         self._known.clear()
         self._model = None
 
     def run(self, kernels: KernelStep, tokens: Array) -> Array:
-        """Compute one token each of a step's rows; returns the logits."""
+        """Compute one token for each of a step's rows; returns the logits."""
         part = self._layout.parts[0]
         plan = kernels.plan(part, part.shapes[0][0])
         given = _given(tokens, kernels.positions, plan, kernels.table)
         key = _sizes(given)
         if plan.places is not None and key not in self._known and key not in self._met:
-            # To remember it takes longer than to build it, and it may not come again.
+            # Compiling takes longer than building once, and this size may not occur again.
             if len(self._met) > _MAX_COMPILED:
                 self._met.clear()
             self._met.add(key)
@@ -197,12 +201,12 @@ class CompiledSteps:
         return self._remembered(key)(*given)
 
     def prepare(self, num_rows: int, num_chunks: int, table: Array) -> None:
-        """Remember steps with guesses, or short prompts, of this size.
+        """Compile steps with draft tokens, or short prompts, of this size.
 
         Args:
-            num_rows: Of the step.
-            num_chunks: Of its plan.
-            table: Where a sequence of one token or more is that nobody needs.
+            num_rows: Rows of the step.
+            num_chunks: Chunks of its plan.
+            table: Addresses of a scratch sequence of at least one token.
         """
         rows = [chunk * num_rows // num_chunks for chunk in range(num_chunks)]
         firsts = [sum(row < r for row in rows) for r in range(num_rows + 1)]
@@ -228,7 +232,7 @@ class CompiledSteps:
         table: Array,
         places: Array | None = None,
     ) -> Array:
-        """What is remembered of a step: nothing of the sequences themselves."""
+        """Compute a step from its inputs alone, without references to sequences."""
         part = self._layout.parts[0]
         plans = {(part.window, part.shapes[0][0]): Plan(chunks, firsts, places)}
         kernels = KernelStep((), positions, lambda _: table, plans)
@@ -242,7 +246,7 @@ def _given(tokens: Array, positions: Array, plan: Plan, table: Array) -> list[Ar
 
 
 def _sizes(given: Sequence[Array]) -> tuple[int, ...]:
-    """What of a step decides how it is computed."""
+    """Return the sizes that determine the compiled graph."""
     tokens, _, chunks, _, table, *places = given
     return tokens.shape[0], table.shape[1], chunks.shape[0], len(places)
 
@@ -252,24 +256,24 @@ def _sizes(given: Sequence[Array]) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class LastToken:
-    """Which of the tokens that a model is given is the last.
+    """Marks the last real token of the model's input.
 
     Attributes:
-        num_padding: How many come after it.
+        num_padding: Number of padding tokens after it.
     """
 
     num_padding: int = 0
 
 
 def keep_last_token(model: Any, last: LastToken) -> Callable[..., Array] | None:
-    """Hand only the last token's hidden state from the layers to the head; mutates the model.
+    """Pass only the last token's hidden state from the layers to the head; mutates the model.
 
     The library's models compute logits after every token: for a prompt of 512 tokens and a
-    vocabulary of 150,000 that is 150 MB, and for small models a good part of the work.
+    vocabulary of 150,000 these take 150 MB, and for small models a large part of the work.
 
     Returns:
-        The layers as they were, if the model has the usual shape: a module that holds the layers
-        inside one with the head. Others compute all logits as before.
+        The original layers, if the model has the usual structure: a module that holds the layers
+        inside one with the head. Other models compute all logits as before.
     """
     body = next((m for m in model.modules() if m is not model and "layers" in m), None)
     if body is None:
@@ -290,7 +294,7 @@ def keep_last_token(model: Any, last: LastToken) -> Callable[..., Array] | None:
 
 
 def wrap_attention() -> None:
-    """Let the library's attention function take `Groups`, in every model that is imported."""
+    """Make the attention function of every imported library model accept `Groups`."""
     for name, module in list(sys.modules.items()):
         original = getattr(module, _ATTENTION, None) if name.startswith("mlx_lm.models") else None
         if original is not None and not getattr(original, "takes_groups", False):
@@ -333,10 +337,10 @@ def _attend_group(
     mask = step.mask(part)
     if mask is None or sinks is not None or not cuda.is_in_use():
         return mx.fast.scaled_dot_product_attention(*attended, scale=scale, mask=mask, sinks=sinks)
-    # CUDA's fused kernels are slower with a mask than the same written out.
+    # On CUDA, fused kernels with a mask are slower than separate operations.
     queries, keys, values = attended
     num_rows, num_heads, _, dim = queries.shape
-    # Heads that share keys become query rows, so that keys are read once.
+    # Fold heads that share keys into query rows, so that keys are read once.
     folded = (queries * scale).reshape(num_rows, keys.shape[1], -1, dim)
     scores = mx.where(mask, folded @ keys.swapaxes(-1, -2), -mx.inf)
     weights = mx.softmax(scores, axis=-1, precise=True)
@@ -350,7 +354,7 @@ def _attend_drafted(
     scale: float,
     sinks: Array | None,
 ) -> Array:
-    """The new tokens' rows as ever, then each row's guesses together."""
+    """Attend with the new tokens' rows together, then with each row's draft tokens."""
     queries, keys, values = attended
     num_rows, plain = len(step.positions), GroupStep(step.group, step.positions, 0)
     held = [array[:num_rows, :, : plain.size(part)] for array in (keys, values)]

@@ -1,14 +1,14 @@
-"""Sequences of like length side by side in shared arrays, so that one operation serves them all.
+"""Groups sequences of similar length in shared arrays, so that one operation computes all of them.
 
-Attention one row at a time over arrays of their own was tried first and is exact, but MLX pays a
-few microseconds for every operation: on an H200 eight rows took 1.8 times as long as one dense
-batch, thirty-two five times. A dense batch of everybody pads the short to the longest. So the
-capacity of a sequence is one of a series of sizes a quarter apart, and those of one size that
-decode together share arrays ``[rows, heads, capacity, dim]``: at most a quarter is padding beyond
-the first sizes, and joining or leaving copies the rows of that size only.
+Attention per row over separate arrays was tried first. It is exact, but MLX pays a few microseconds
+per operation: on an H200, eight rows took 1.8 times as long as one dense batch, thirty-two rows
+five times. One dense batch of all rows pads short ones to the longest. Therefore the capacity of a
+sequence is one of a series of sizes a quarter apart, and sequences of one size that decode together
+share arrays ``[rows, heads, capacity, dim]``: beyond the first sizes at most a quarter is padding,
+and joining or leaving copies the rows of that size only.
 
-The rows that take part in a step are always the first ones. Others that took part a moment ago
-stay behind them, so that a row that pauses for a step costs no copy.
+The rows that take part in a step are always the first ones. Rows that took part a few steps ago
+stay behind them, so that a row that pauses for a step causes no copy.
 """
 
 import operator
@@ -24,20 +24,20 @@ from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import Copying
 from semantic.adapters.outbound.backends.mlx.sampling import PendingToken
 
-_STAY = 2  # steps a row may miss before it is moved out of its group
+_STAY = 2  # a row may miss this many steps before it is moved out of its group
 
 
 @dataclass(slots=True, eq=False)
 class MlxSequence:
-    """A sequence's tokens, and where its state is.
+    """A sequence's tokens, and the location of its KV cache.
 
     Attributes:
-        window_start: Before this position window layers hold nothing: it was not restored.
+        window_start: Window layers hold nothing before this position, because it was not restored.
         has_state: Whether recurrent layers hold the state at `length`.
-        group: Where its arrays are; None while nothing is held.
-        last_token: What was sampled after the last token.
-        last_step: The number of the step it took part in last.
-        copying: The last copy of it to the host, if one was begun.
+        group: The group with its arrays; None while it holds no KV cache.
+        last_token: The token sampled after the last one.
+        last_step: Number of the last step that it took part in.
+        copying: The last copy of its KV cache to the host, if any.
     """
 
     known: list[int]
@@ -50,7 +50,7 @@ class MlxSequence:
     copying: Copying | None = None
 
     def group_row(self) -> tuple["Group", int]:
-        """Its group and its row there."""
+        """Return its group and its row there."""
         if self.group is None:
             raise ValueError("the sequence holds nothing")
         return self.group, self.group.members.index(self)
@@ -61,9 +61,9 @@ class Group:
     """Sequences that share arrays.
 
     Attributes:
-        members: By row; None where one has left.
+        members: By row; None where a sequence has left.
         arrays: By part; rows along the first axis.
-        table: Where on a CUDA device they are; None if that is not known, or not any more.
+        table: Addresses of the arrays on a CUDA device; None if unknown or outdated.
     """
 
     capacity: int
@@ -73,11 +73,11 @@ class Group:
 
 
 class RowGroups:
-    """Keeps every sequence's arrays, alone or in a group.
+    """Holds every sequence's arrays, alone or in a group.
 
     Attributes:
-        are_joined: Whether sequences of like length that decode together are brought side by side;
-            else each stays where it is.
+        are_joined: Whether sequences of equal capacity that decode together move into shared
+            arrays; if not, each keeps its own.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -89,12 +89,12 @@ class RowGroups:
         self._table: Array | None = None
 
     def nbytes(self, sequences: Sequence[MlxSequence]) -> int:
-        """Bytes of the groups these sequences are in."""
+        """Return the bytes of the groups that contain these sequences."""
         groups = {id(s.group): s.group for s in sequences if s.group is not None}
         return sum(self.layout.nbytes(g.capacity) * len(g.members) for g in groups.values())
 
     def isolate(self, sequence: MlxSequence, capacity: int) -> Group:
-        """Give a sequence arrays of its own with this capacity, or more if it has more."""
+        """Give a sequence its own arrays with at least this capacity."""
         if sequence.group is None:
             return _settle_in(sequence, Group(capacity, self.layout.zeros(capacity)))
         group, row = sequence.group_row()
@@ -103,23 +103,23 @@ class RowGroups:
             arrays = _gather([(group, row)])
             self.remove(sequence)
             group = _settle_in(sequence, Group(group.capacity, arrays))
-        group.table = None  # whoever asks is about to change them
+        group.table = None  # the caller is about to change the arrays
         if capacity > group.capacity:
             group.arrays = self.layout.fit(group.arrays, capacity)
             group.capacity = capacity
         return group
 
     def make_room(self, sequence: MlxSequence, length: int) -> None:
-        """Let a sequence that holds something become so long."""
+        """Give a non-empty sequence room for `length` tokens."""
         if length > sequence.group_row()[0].capacity:
             self.isolate(sequence, capacity_for(length))
 
     def copy(self, source: MlxSequence, target: MlxSequence) -> None:
-        """Give `target` the state of `source` up to the target's length.
+        """Copy the KV cache of `source` up to the target's length to `target`.
 
-        A lone source's arrays of the same size are shared until either is written to; but not
-        where our own kernel writes, which MLX does not see. There they are copied at once, before
-        the source goes on.
+        If the source is alone and has the same capacity, the arrays are shared until either is
+        written to. On CUDA they are copied at once, before the source continues, because the custom
+        kernel writes in place without MLX's knowledge.
         """
         group, row = source.group_row()
         capacity = capacity_for(target.length)
@@ -136,7 +136,7 @@ class RowGroups:
         _settle_in(target, Group(capacity, fitted))
 
     def remove(self, sequence: MlxSequence) -> None:
-        """Drop a sequence's arrays; those that shared them move together in the next step."""
+        """Drop a sequence's arrays; the next step compacts the rest of its group."""
         if sequence.group is None:
             return
         group, row = sequence.group_row()
@@ -146,13 +146,13 @@ class RowGroups:
             self._left.append(group)
 
     def assemble(self, sequences: Sequence[MlxSequence], step: int) -> list[Group]:
-        """Bring sequences that are about to add a token into groups, where they come first."""
+        """Move sequences that are about to add a token into groups, as their first rows."""
         by_capacity: dict[int, list[MlxSequence]] = {}
         for sequence in sequences:
             self.make_room(sequence, sequence.length + 1)
             by_capacity.setdefault(sequence.group_row()[0].capacity, []).append(sequence)
             sequence.last_step = step
-        # Not later: our own kernels are about to write, which whoever gathers would not wait for.
+        # Now, before the custom kernels write: a later gather would not wait for their writes.
         self._close_up()
         if not self.are_joined:
             return [sequence.group_row()[0] for sequence in sequences]
@@ -161,7 +161,7 @@ class RowGroups:
         ]
 
     def table(self, groups: Sequence[Group]) -> Array:
-        """Where the groups' arrays are, by layer and group, for our own kernels on CUDA."""
+        """Return the addresses of the groups' arrays, by layer and group, for the CUDA kernels."""
         for group in groups:
             if group.table is None:
                 group.table = cuda_attention.addresses(group.arrays)
@@ -172,13 +172,13 @@ class RowGroups:
         return self._table
 
     def moved_arrays(self) -> list[Array]:
-        """Arrays that were moved and are not computed yet; forgets them."""
+        """Return and forget arrays that were moved and are not evaluated yet."""
         arrays = [array for group in self._moved for part in group.arrays for array in part]
         self._moved.clear()
         return arrays
 
     def _close_up(self) -> None:
-        """Take the place of those who left, all of them at once."""
+        """Compact all groups that sequences have left."""
         for group in self._left:
             self._keep_rest(group, {None})
         self._left.clear()
@@ -219,7 +219,7 @@ def _settle_in(sequence: MlxSequence, group: Group) -> Group:
 
 
 def _gather(places: Sequence[tuple[Group, int]]) -> Arrays:
-    """Copy rows of any groups side by side; the copy does not keep the others in memory."""
+    """Copy rows of any groups side by side; the copy does not keep the originals in memory."""
     runs: list[tuple[Group, slice]] = []
     for group, row in places:
         if runs and runs[-1][0] is group and runs[-1][1].stop == row:
@@ -234,7 +234,7 @@ def _gather(places: Sequence[tuple[Group, int]]) -> Arrays:
 
 
 def _copied(array: Array, cut: Array) -> Array:
-    """What was made of an array, in memory of its own; several heads were cut by copying them."""
+    """Return `cut`, made from `array`, in separate memory; cutting several heads has copied."""
     is_copy = cut is not array and (cut.shape[2] > array.shape[2] or array.shape[1] > 1)
     return cut if is_copy else cut[mx.array([0])]
 
@@ -250,13 +250,13 @@ def _joined(pieces: list[Array]) -> Array:
 class GroupStep:
     """The first rows of a group, which take part in a step.
 
-    After their new tokens come guesses of what follows, as rows of the batch of their own.
+    Draft tokens follow the new tokens, as further rows of the batch.
 
     Attributes:
         positions: Of the new token, by row.
-        start: The first row's place in the step's batch.
-        drafts: How many guesses follow the new token, by row; none where it is empty.
-        num_padding: Rows at the end that nobody wants.
+        start: Index of the first row in the step's batch.
+        drafts: Number of draft tokens by row; empty if there are none.
+        num_padding: Unused rows at the end.
     """
 
     group: Group
@@ -275,9 +275,10 @@ class GroupStep:
         self.all_positions = [*self.positions, *(self.positions[r] + g for r, g in guesses)]
 
     def pad(self, num_rows: int) -> bool:
-        """Add rows that nobody wants, which write where the next token will be written.
+        """Add unused rows, which write to the position of the next token.
 
-        Only for our own kernels, and once. False if there is no room for the next token.
+        Only for the custom kernels, and only once. Returns False if there is no room for the next
+        token.
         """
         position = self.all_positions[-1] + 1
         if position >= self.group.capacity:
@@ -289,16 +290,16 @@ class GroupStep:
 
     @property
     def is_drafted(self) -> bool:
-        """Whether there are guesses."""
+        """Whether there are draft tokens."""
         return len(self.rows) > len(self.positions)
 
     @property
     def place(self) -> slice:
-        """Where the rows are in the batch."""
+        """Slice of the rows in the batch."""
         return slice(self.start, self.start + len(self.rows))
 
     def draft_places(self) -> list[tuple[int, slice]]:
-        """Rows of the group that have guesses, and where these are among the step's rows."""
+        """Return the group's rows that have draft tokens, and the slice of these in the step."""
         places, start = [], len(self.positions)
         for row, size in enumerate(self.drafts):
             if size:
@@ -307,11 +308,11 @@ class GroupStep:
         return places
 
     def size(self, part: Part) -> int:
-        """Tokens of a part that the longest row looks at."""
+        """Return the number of tokens of a part that the longest row attends to."""
         return min(max(self.positions) + 1, part.size(self.group.capacity))
 
     def mask(self, part: Part) -> Array | None:
-        """Which of those each row may look at; None where all rows look at all."""
+        """Return which of these tokens each row attends to; None if every row attends to all."""
         size = self.size(part)
         if size not in self._masks:
             is_full = min(self.positions) + 1 >= size
@@ -321,13 +322,13 @@ class GroupStep:
         return self._masks[size]
 
     def lengths(self, part: Part) -> list[int]:
-        """How many each row of the batch looks at, guesses included."""
+        """Return how many tokens each row of the batch attends to, draft tokens included."""
         size = part.size(self.group.capacity)
         wanted = self.all_positions[: len(self.all_positions) - self.num_padding]
         return [*(min(position + 1, size) for position in wanted), *[1] * self.num_padding]
 
     def write(self, part: Part, arrays: list[Array], news: Sequence[Array]) -> list[Array]:
-        """Put new tokens' keys and values in their places; returns what to attend over."""
+        """Write the new tokens' keys and values; returns the arrays to attend over."""
         self.group.table = None
         if self.is_drafted:
             return self._write_drafted(part, arrays, news)
@@ -346,19 +347,19 @@ class GroupStep:
         return arrays if is_whole else [array[:num_rows, :, :size] for array in arrays]
 
     def _write_drafted(self, part: Part, arrays: list[Array], news: Sequence[Array]) -> list[Array]:
-        """The same with guesses; returns the whole arrays."""
+        """Write with draft tokens; returns the whole arrays."""
         rows = mx.array(self.rows)
         for i, new in enumerate(news):
             arrays[i][rows, :, self._places(part)] = new[:, :, 0]
         return arrays
 
     def _slots(self, part: Part) -> list[int]:
-        """Where each new token is kept, by row of the batch."""
+        """Return the slot of each new token, by row of the batch."""
         ring = part.window or self.group.capacity
         return [position % ring for position in self.all_positions]
 
     def _places(self, part: Part) -> Array:
-        """The same on the device, by window."""
+        """Return `_slots` as an array on the device, cached by window."""
         if part.window not in self._known_places:
             self._known_places[part.window] = mx.array(self._slots(part))
         return self._known_places[part.window]

@@ -1,7 +1,7 @@
-"""Loads a model with mlx-lm for the MLX backend, or says why it cannot be run.
+"""Loads a model with mlx-lm for the MLX backend, or explains why the backend cannot run it.
 
-Reads what newer configs say in other words than mlx-lm expects, and sees to it that the caches the
-library keeps are those the geometry describes.
+Translates newer config formats for mlx-lm, and makes sure that the library's caches match the
+model's KV cache geometry.
 """
 
 import contextlib
@@ -35,17 +35,17 @@ _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, OSEr
 
 @dataclass(frozen=True, slots=True)
 class MlxOptions:
-    """How a model is run.
+    """How to run a model.
 
     Attributes:
-        dtype: Of weights that are not quantised, and of attention state; auto keeps the model's
-            own on a GPU and takes float32 on a CPU, whose other kernels are slow.
-        device: auto takes the GPU where there is one.
-        weights: auto keeps quantised ones as they are on a GPU; on a CPU, whose kernels for them
-            are slow, and with full they are expanded.
-        pinned_bytes: On CUDA, weights and attention state travel through so much pinned host
-            memory; 0 is none.
-        group: The processes of which each holds a share of the model; None holds all of it here.
+        dtype: Of weights that are not quantised, and of the KV cache; auto keeps the model's
+            own on a GPU and selects float32 on a CPU, where other formats are slow.
+        device: auto selects the GPU if there is one.
+        weights: auto keeps quantised weights on a GPU; on a CPU, where their kernels are slow, and
+            with full they are expanded.
+        pinned_bytes: On CUDA, size of the pinned host memory for copies of weights and KV cache;
+            0 disables it.
+        group: The distributed group of processes that share the model; None loads all of it here.
     """
 
     dtype: DType = "auto"
@@ -57,11 +57,11 @@ class MlxOptions:
 
 @dataclass(frozen=True, slots=True)
 class MlxModel:
-    """A model, its geometry as the library keeps it, how its caches are made, and why its dtype.
+    """A loaded model, its KV cache geometry, a factory of its caches, and why its dtype.
 
     Attributes:
-        is_expanded: Its weights were quantised and are not any more.
-        memory: Where its attention state rests in pinned host memory, if it does.
+        is_expanded: Its weights were quantised in the file and have been expanded.
+        memory: Pinned host memory for its KV cache, if any.
     """
 
     model: Any
@@ -73,10 +73,10 @@ class MlxModel:
 
 
 def choose_device(device: Device) -> None:
-    """Make MLX compute there from now on.
+    """Set MLX's default device.
 
     Raises:
-        InvalidRequestError: CUDA is asked for and there is none.
+        InvalidRequestError: CUDA is requested but not available.
     """
     has_cuda = mx.cuda.is_available()
     if device == "cuda" and not has_cuda:
@@ -104,7 +104,7 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
         is_expanded = "quantization" in config and _is_expanded(options.weights)
         if is_expanded:
             if options.dtype == "float32" or _is_on_cpu():
-                model.set_dtype(mx.float32)  # of scales, whose format the expanded weights get
+                model.set_dtype(mx.float32)  # expanded weights get the format of the scales
             model = utils.dequantize_model(model)
         if options.group is not None:
             _divide(model, options.group)
@@ -119,7 +119,7 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
         spec, make_caches = _agree(model, spec)
     except _UNREADABLE as error:
         reason = str(error)
-        if reason.startswith("Model type "):  # "... not supported.", which says not what to do
+        if reason.startswith("Model type "):  # replace "... not supported." by advice
             reason = (
                 f"the installed mlx-lm does not know its model_type {config.get('model_type')!r}. "
                 "Take another model, --backend torch, or a version of mlx-lm that knows it."
@@ -129,21 +129,21 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
 
 
 def _fast_reading(memory: PinnedMemory | None) -> contextlib.AbstractContextManager[None]:
-    """Weights come to a CUDA device by way of pinned memory; elsewhere as MLX brings them."""
+    """Read weights through pinned memory on CUDA; elsewhere leave it to MLX."""
     if memory is None:
         return contextlib.nullcontext()
     return WeightReader(memory, Transfer(memory)).in_use()
 
 
 def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:
-    """The error that says why a model cannot be run here."""
+    """Build the error for a model that this backend cannot run."""
     return InvalidRequestError(
         f"the mlx backend cannot run {spec.model_type}: {reason}", param="model"
     )
 
 
 def config_overrides(config: Mapping[str, Any], spec: ModelCacheSpec) -> dict[str, Any]:
-    """What mlx-lm must be told besides a config: transformers 5 nests and omits some of it."""
+    """Return config values that mlx-lm needs and that transformers 5 nests or omits."""
     if isinstance(inner := config.get("text_config"), Mapping):
         return {"text_config": {**inner, **config_overrides(inner, spec)}}
     overrides = _rope(config.get("rope_parameters") or {})
@@ -166,7 +166,7 @@ def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe(dtype: str, reason: str) -> Compute:
-    """Say how a model that was loaded is computed."""
+    """Describe how a loaded model is computed."""
     if _is_on_cpu():
         threads = os.environ.get("OPENBLAS_NUM_THREADS", "")
         num_threads = int(threads) if threads.isdigit() else os.cpu_count() or 1
@@ -177,7 +177,7 @@ def describe(dtype: str, reason: str) -> Compute:
 
 
 def _convert(model: Any, dtype: DType) -> str:
-    """Bring floating-point weights to one number format, and say why that one.
+    """Convert floating-point weights to one number format; returns the reason.
 
     Quantised weights stay packed.
     """
@@ -194,7 +194,7 @@ def _convert(model: Any, dtype: DType) -> str:
 
 
 def _divide(model: Any, group: Any) -> None:
-    """Keep this process's share of a model; nothing is read from files yet."""
+    """Keep only this process's share of a model, before any weights are read."""
     if not hasattr(model, "shard"):
         raise ValueError("mlx-lm does not say how to shard it")
     model.shard(group)
@@ -209,7 +209,7 @@ def _is_expanded(weights: Literal["auto", "full"]) -> bool:
 
 
 def _is_wide(model: Any) -> bool:
-    """Whether the weights are float32, which no GPU needs."""
+    """Whether most weights are float32, which is wider than needed on a GPU."""
     flatten = import_library("mlx.utils").tree_flatten
     sizes: dict[Any, int] = {}
     for _, weight in flatten(model.parameters()):
@@ -218,7 +218,7 @@ def _is_wide(model: Any) -> bool:
 
 
 def _agree(model: Any, spec: ModelCacheSpec) -> tuple[ModelCacheSpec, Callable[[], list[Any]]]:
-    """Make the library's caches and the geometry say the same of sliding windows."""
+    """Make the library's caches and the geometry agree on sliding windows."""
     kinds = {layer.kind for layer in spec.layers}
     has_rings = any(
         isinstance(leaf, library.RotatingKVCache)
@@ -227,7 +227,7 @@ def _agree(model: Any, spec: ModelCacheSpec) -> tuple[ModelCacheSpec, Callable[[
     if LayerKind.WINDOW not in kinds or has_rings:
         return spec, lambda: list(library.make_prompt_cache(model))
     if kinds == {LayerKind.WINDOW}:
-        # mlx-lm ignores Mistral's window; a ring in every layer is all that it takes.
+        # mlx-lm ignores Mistral's window; a rotating cache in every layer implements it.
         return spec, lambda: [library.RotatingKVCache(layer.window) for layer in spec.layers]
     _LOG.warning(
         "mlx-lm ignores the sliding windows of %s: contexts are limited to %d tokens, "

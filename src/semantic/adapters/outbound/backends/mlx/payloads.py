@@ -1,4 +1,4 @@
-"""A sequence's state as host buffers, one kind of layers at a time, and back."""
+"""Converts a sequence's KV cache to host buffers and back, one kind of layers at a time."""
 
 import math
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload
 
-# Numbers numpy does not know travel as integers of their size.
+# Number formats that numpy lacks are transferred as integers of their size.
 _CARRIERS = {mx.bfloat16: mx.uint16}
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTicket:
-    """A copy under way; see `HostBuffer` for what it holds by name."""
+    """A running copy; see `HostBuffer` for the meaning of the names."""
 
     abi: str
     kind: LayerKind
@@ -30,7 +30,7 @@ class SnapshotTicket:
     copies: tuple[tuple[str, Array | HostBuffer], ...]
 
     def payload(self) -> KVPayload:
-        """What is copied; the engine's thread waits only for what MLX brings to the host."""
+        """Return the payload; waits only for buffers that MLX itself copies to the host."""
         buffers = tuple(
             copy if isinstance(copy, HostBuffer) else _to_host(name, copy)
             for name, copy in self.copies
@@ -46,15 +46,15 @@ def copy_out(
     transfer: Transfer | None = None,
     after: Array | None = None,
 ) -> tuple[tuple[str, Array | HostBuffer], ...]:
-    """Begin copying one kind of layers, all of them packed into one array a name.
+    """Start to copy one kind of layers, all packed into one array per name.
 
     Args:
-        layout: Of the model.
-        sequence: Holds the positions.
-        positions: What is copied.
-        kind: Of which layers.
-        transfer: Copies to the host on its own; without one the copies stay on the device.
-        after: What it must wait for.
+        layout: The model's layout.
+        sequence: The sequence, which holds the positions.
+        positions: Positions to copy.
+        kind: Kind of layers.
+        transfer: Copies to the host in the background; without it the copies stay on the device.
+        after: Array that must be evaluated before the copy starts.
     """
     group, row = sequence.group_row()
     places = layout.of_kind(kind)
@@ -91,7 +91,7 @@ def _send(
     kind: LayerKind,
     after: Array,
 ) -> HostBuffer | None:
-    """Have the device copy a name's arrays; None if it does not."""
+    """Let the device copy one name's arrays; None if it cannot."""
     shape = tuple(arrays[0].shape[1:])
     dtype = arrays[0].dtype
     if kind is LayerKind.STATE:
@@ -109,12 +109,12 @@ def _send(
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
-    """A run of tokens, or a state, that is not yet in a sequence.
+    """A range of tokens, or a state, that is not yet part of a sequence.
 
     Attributes:
-        arrays: By name ``[layers, heads, tokens, dim]``, or ``[layers, ...]`` of a state; none of
-            tokens that are to be copied to their place at once.
-        pieces: By name what the device copies from; it must stay until that is done.
+        arrays: By name ``[layers, heads, tokens, dim]``, or ``[layers, ...]`` for a state; empty if
+            the tokens are copied from `pieces` directly to their place.
+        pieces: By name, host memory that the device copies from; keep it until that is complete.
     """
 
     start: int
@@ -126,7 +126,7 @@ class DevicePart:
 def read(
     layout: Layout, payloads: Sequence[KVPayload], end: int, transfer: Transfer | None = None
 ) -> list[DevicePart]:
-    """Bring payloads of one kind, which follow each other, to the device up to `end`.
+    """Copy payloads of one kind, which follow each other, to the device up to `end`.
 
     Raises:
         CacheCorruptionError: a buffer is missing or has another shape or size.
@@ -140,7 +140,7 @@ def read(
 
 
 class _Found:
-    """A payload whose buffers are all there."""
+    """A payload with all its buffers checked."""
 
     def __init__(self, layout: Layout, payload: KVPayload, end: int) -> None:
         places = layout.of_kind(payload.kind)
@@ -160,7 +160,7 @@ class _Found:
         ]
 
     def on_device(self) -> tuple[Array, ...]:
-        """Its arrays, by way of numpy, without the tokens after its end."""
+        """Copy the arrays to the device through numpy, without tokens after the end."""
         arrays = tuple(map(_to_device, self.buffers, self.shapes, self.dtypes))
         if self.is_state or self.end == self.payload.end:
             return arrays
@@ -168,7 +168,7 @@ class _Found:
 
 
 def _receive(transfer: Transfer, found: Sequence[_Found]) -> DevicePart | None:
-    """Have the device fetch payloads in one go; None if it does not."""
+    """Let the device fetch payloads in one operation; None if it cannot."""
     first = found[0]
     pieces: list[list[HostPiece]] = []
     for i, dtype in enumerate(first.dtypes):
@@ -221,7 +221,7 @@ def put_full(
 def put_window(
     layout: Layout, sequence: MlxSequence, loaded: Sequence[DevicePart], end: int
 ) -> None:
-    """Write the last tokens before `end` into the rings of a sequence that is alone."""
+    """Write the last tokens before `end` into the rings of a sequence alone in its group."""
     group, _ = sequence.group_row()
     places = layout.of_kind(LayerKind.WINDOW)
     part = layout.parts[places[0]]
@@ -235,7 +235,7 @@ def put_window(
 
 
 def put_state(layout: Layout, sequence: MlxSequence, loaded: DevicePart) -> None:
-    """Set the recurrent arrays of a sequence that is alone."""
+    """Set the recurrent arrays of a sequence that is alone in its group."""
     group, _ = sequence.group_row()
     for i, array in enumerate(loaded.arrays):
         for layer, place in enumerate(layout.of_kind(LayerKind.STATE)):

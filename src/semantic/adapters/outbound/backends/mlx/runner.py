@@ -1,7 +1,8 @@
-"""Runs a loaded model: many tokens of one sequence, or one token of many.
+"""Runs a loaded model: many tokens of one sequence, or one token of many sequences.
 
-Which way of batching a model bears is found out while it loads, by comparing it with rows that run
-alone: several groups in one pass, one group in a pass, or one row in a pass.
+While a model loads, the runner compares batched rows with rows that run alone, and chooses the best
+batching that gives the same results: several groups per pass, one group per pass, or one row per
+pass.
 """
 
 import enum
@@ -34,17 +35,17 @@ from semantic.ports.backend import LAST_SAMPLED, Chunk, Computed, Row, Sampled
 Tokens: TypeAlias = tuple[int, ...] | PendingToken
 
 _LOG = logging.getLogger(__name__)
-_ROW_COUNTS = (2, 9, 17, MAX_ROWS + 1)  # with which kernels differ from those of fewer rows
+_ROW_COUNTS = (2, 9, 17, MAX_ROWS + 1)  # at these counts, kernels differ from those for fewer rows
 _PROBLEMS = (ValueError, TypeError, AttributeError, IndexError, RuntimeError)
-_PADDED = 128  # tokens of a prompt are a multiple of this, where padding does no harm
-_MIN_PADDED = 256  # of which there are at least so many
-_PADDED_ROWS = 8  # a tile of our kernels; steps with guesses have multiples of it
-_CHUNK_COUNTS = (32, 64, 128, 256, 512, 1024)  # of attention, for up to some 60,000 tokens
+_PADDED = 128  # prompts are padded to a multiple of this many tokens, where that is safe
+_MIN_PADDED = 256  # shorter prompts are not padded
+_PADDED_ROWS = 8  # tile of the custom kernels; steps with draft tokens are padded to it
+_CHUNK_COUNTS = (32, 64, 128, 256, 512, 1024)  # of an attention plan, for up to about 60,000 tokens
 _TOLERANCES = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 
 
 class Batching(enum.Enum):
-    """How many rows share a pass, from the best to the last resort."""
+    """Which rows share a pass, from the fastest to the last resort."""
 
     GROUPS = "all rows"
     GROUP = "rows of like length"
@@ -53,10 +54,10 @@ class Batching(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class PendingRow:
-    """A chunk under way.
+    """A chunk that is being computed.
 
     Attributes:
-        mark: A number of the last layer's state; it is there when all before it are.
+        mark: An output of the row's computation; when it is evaluated, the row is computed.
     """
 
     chunk: Chunk
@@ -67,21 +68,21 @@ class PendingRow:
     later: list[PendingToken] = field(default_factory=list)
 
     def finish(self) -> Row:
-        """Wait for the row, and let the sequence know its token."""
+        """Wait for the row, and store its token in the sequence."""
         if self.token is None:
-            mx.eval(self.mark)  # so that steps take the time they take
+            mx.eval(self.mark)  # wait, so that the measured step time is right
             return Computed(self.chunk.seq)
         if self.draft:
             return self._verified(self.token)
         row = self.token.answer()
         known, position = self.sequence.known, self.token.position
-        # The next step may have been launched with this token before it was known.
+        # The next step may have been launched with a placeholder for this token.
         if isinstance(row, Sampled) and position < len(known) and known[position] < 0:
             known[position] = row.token
         return row
 
     def _verified(self, token: PendingToken) -> Row:
-        """Wait for what was drawn, and let the sequence keep the guesses that were."""
+        """Wait for the sampled tokens, and keep the draft tokens that match."""
         sequence, accepted = self.sequence, []
         row = token.answer()
         for guess, following in zip(self.draft, self.later, strict=True):
@@ -97,18 +98,18 @@ class PendingRow:
 
 
 class MlxRunner:
-    """A model and the sequences' arrays.
+    """A model and the arrays of its sequences.
 
     Attributes:
-        latest: What the last decode pass computed; whatever it wrote is written by then.
-        can_draft: Whether guesses can be rows of a pass, and be left behind.
+        latest: Output of the last decode pass; once it is evaluated, all its writes are complete.
+        can_draft: Whether draft tokens can be rows of a pass, and be dropped afterwards.
     """
 
     def __init__(self, model: Any, make_caches: Callable[[], list[Any]]) -> None:
-        """Find out what the model keeps and how it can be batched.
+        """Inspect the model's caches and determine how it can be batched.
 
         Raises:
-            ValueError: it keeps a kind of cache that cannot be saved and restored.
+            ValueError: it uses a kind of cache that cannot be saved and restored.
         """
         self._model = model
         self._last = LastToken()
@@ -120,15 +121,15 @@ class MlxRunner:
         self.groups = RowGroups(self.layout)
         self.latest: Array | None = mx.zeros(1)
         self._step = 0
-        self._max_short = 1  # tokens of a prompt that run as rows, with those of other sequences
+        self._max_short = 1  # prompts up to this length run as rows of a decode pass
         self._compiled = CompiledSteps(model, self.layout, self._nesting)
         wrap_attention()
         self.batching = self._choose_batching()
         self.can_draft = self._is_draft_sound()
-        has_rings = any(part.window for part in self.layout.parts)  # a step's places differ there
+        has_rings = any(part.window for part in self.layout.parts)  # slots are not positions there
         if self.can_draft and not has_rings and are_all_own(model, len(self.layout.parts)):
             self._max_short = MAX_ROWS
-            self.groups.are_joined = False  # all that reads their arrays is told where they are
+            self.groups.are_joined = False  # the kernels take a table of addresses instead
         self._warm_up()
         if self.batching is not Batching.GROUPS:
             _LOG.info("mlx runs %s at a time with this model", self.batching.value)
@@ -137,7 +138,7 @@ class MlxRunner:
         """Build the computation of a step; mutates the sequences.
 
         Returns:
-            What must be computed.
+            The arrays to evaluate.
         """
         outputs: list[Array] = []
         by_sequence: dict[MlxSequence, PendingRow] = {}
@@ -175,7 +176,7 @@ class MlxRunner:
     def _run_together(
         self, given: Mapping[MlxSequence, Tokens], rows: Mapping[MlxSequence, PendingRow]
     ) -> list[Array]:
-        """Build a pass over one token of each sequence and its guesses, or over short prompts."""
+        """Build a pass over one token per sequence and its draft tokens, or over short prompts."""
         firsts: dict[MlxSequence, int | PendingToken] = {}
         more: dict[MlxSequence, tuple[int, ...]] = {}
         for sequence, tokens in given.items():
@@ -183,7 +184,7 @@ class MlxRunner:
                 firsts[sequence] = tokens if isinstance(tokens, PendingToken) else tokens[0]
                 more[sequence] = rows[sequence].draft
             else:
-                # The rest of a prompt runs as guesses do, and is right in any case.
+                # The rest of a prompt runs like draft tokens, but is always accepted.
                 firsts[sequence], more[sequence] = tokens[0], tokens[1:]
                 self.groups.make_room(sequence, sequence.length + len(tokens))
         order, logits = self._decode(
@@ -202,7 +203,7 @@ class MlxRunner:
                 sequence.length += bool(guess)
             else:
                 drawn.append(row.later[guess - 1] if guess else row.token)
-        return [*_draw(logits, drawn), logits]  # rows that ask for no token are computed by it
+        return [*_draw(logits, drawn), logits]  # also computes the rows that sample no token
 
     def extend(self, sequence: MlxSequence, tokens: Array) -> Array:
         """Compute tokens of one sequence; returns the logits after the last one, lazily."""
@@ -212,14 +213,14 @@ class MlxRunner:
         """Compute tokens of one sequence; returns the last hidden state of each, lazily.
 
         Raises:
-            InvalidRequestError: the model has not the usual shape.
+            InvalidRequestError: the model does not have the usual structure.
         """
         if self._body is None:
             raise InvalidRequestError("this model gives no embeddings on mlx", param="model")
         return self._through(self._body, sequence, tokens)[0, : tokens.shape[0]]
 
     def _through(self, run: Callable[..., Array], sequence: MlxSequence, tokens: Array) -> Array:
-        """Run tokens of one sequence through a model or a part of it; mutates the sequence."""
+        """Run tokens of one sequence through the model or a part of it; mutates the sequence."""
         length, num_tokens = sequence.length, tokens.shape[0]
         capacity = capacity_for(max(length + num_tokens, len(sequence.known)))
         if sequence.group is None:
@@ -237,11 +238,11 @@ class MlxRunner:
         return output
 
     def _num_padding(self, num_tokens: int, room: int) -> int:
-        """Tokens to put after a prompt's, which nobody looks at and the next ones are written over.
+        """Return how many tokens to append to a prompt; the next tokens overwrite them.
 
-        On CUDA, memory of a size that MLX has not met is taken from the device, and other memory is
-        given back for it once there is enough, which waits for all that is under way: 60 to 100 ms
-        a prompt. With few sizes there is little of it. A multiplication takes no longer for them.
+        On CUDA, MLX allocates memory of a new size from the device, and frees other memory once its
+        limit is reached. That waits for all running work: 60 to 100 ms per prompt. With few sizes
+        this is rare. A multiplication takes no longer with padding.
         """
         num_padding = -num_tokens % _PADDED
         is_harmless = self._body is not None and not self.layout.not_full
@@ -256,16 +257,17 @@ class MlxRunner:
         batching: Batching,
         drafts: Mapping[MlxSequence, tuple[int, ...]] | None = None,
     ) -> tuple[list[tuple[MlxSequence, int]], Array]:
-        """Compute one token of each sequence, and guesses of what follows it.
+        """Compute one token per sequence, and draft tokens after it.
 
         Args:
-            sequences: They hold at least one token each.
-            feed: Gives the tokens of sequences, in their order.
-            batching: Which of them share a pass.
-            drafts: Guesses; only where all groups share one.
+            sequences: Each holds at least one token.
+            feed: Returns the tokens of sequences, in their order.
+            batching: Which sequences share a pass.
+            drafts: Draft tokens by sequence; only with `Batching.GROUPS`.
 
         Returns:
-            The rows' sequences, each with the number of its guess or 0, and the rows' logits.
+            Each row's sequence with the number of its draft token (0 for the first token), and the
+            rows' logits.
         """
         if batching is Batching.ALONE:
             rows = [self.extend(sequence, feed([sequence])) for sequence in sequences]
@@ -333,12 +335,12 @@ class MlxRunner:
         if self._is_sound(Batching.GROUPS):
             return Batching.GROUPS
         if num_layers := untune(self._model):
-            _LOG.warning("our own kernels are wrong for %d layers: they are not used", num_layers)
+            _LOG.warning("custom kernels disagree on %d layers; disabled", num_layers)
             return self._choose_batching()
         return Batching.GROUP if self._is_sound(Batching.GROUP) else Batching.ALONE
 
     def _warm_up(self) -> None:
-        """Have all kernels compiled that a step may need, before anybody waits for them."""
+        """Compile all kernels that a step may need, so that no request waits for them."""
         if not cuda.is_available() or self.batching is not Batching.GROUPS:
             return
         for count in _ROW_COUNTS:
@@ -354,7 +356,7 @@ class MlxRunner:
             self._prepare_short()
 
     def _prepare_short(self) -> None:
-        """Have those steps remembered in which one sequence gets a short prompt, or guesses."""
+        """Compile the steps in which one sequence has a short prompt or draft tokens."""
         row = MlxSequence([])
         self.extend(row, mx.arange(2))
         table = self.groups.table([row.group_row()[0]])
@@ -363,7 +365,7 @@ class MlxRunner:
                 self._compiled.prepare(num_rows, num_chunks, table)
 
     def _is_sound(self, batching: Batching) -> bool:
-        """Whether rows that are batched this way get the logits they get alone."""
+        """Whether rows batched this way get the same logits as alone."""
         token = mx.array([1], mx.int32)
         alone = [self.extend(row, token) for row in self._rows()]
         try:
@@ -376,7 +378,7 @@ class MlxRunner:
             return False
 
     def _is_draft_sound(self) -> bool:
-        """Whether guesses get the logits that the same tokens get one after another."""
+        """Whether draft tokens get the same logits as when computed one after another."""
         if self.batching is not Batching.GROUPS or self.layout.of_kind(LayerKind.STATE):
             return False
         tokens = [mx.array([token], mx.int32) for token in (1, 2, 3)]
@@ -394,7 +396,7 @@ class MlxRunner:
             return False
 
     def _rows(self) -> list[MlxSequence]:
-        """Two of unlike length in one group, and one in another."""
+        """Create two sequences of different length in one group, and one in another."""
         rows = [MlxSequence([]) for _ in range(3)]
         for row, length in zip(rows, (3, 6, 4), strict=True):
             self.extend(row, mx.arange(length))
@@ -403,13 +405,13 @@ class MlxRunner:
 
 
 def _padded(num_rows: int) -> int:
-    """Rows of a step with guesses, so that they come in few sizes."""
+    """Round up the rows of a step with draft tokens, so that few sizes occur."""
     size = _PADDED_ROWS if num_rows <= MAX_ROWS else MAX_ROWS
     return -(-num_rows // size) * size
 
 
 def _tokens_of(row: PendingRow) -> tuple[int, ...] | PendingToken:
-    """A chunk's tokens, which its sequence knows from now on."""
+    """Return a chunk's tokens, and record them in its sequence."""
     chunk, sequence = row.chunk, row.sequence
     if chunk.tokens is LAST_SAMPLED:
         drawn = sequence.last_token
@@ -429,7 +431,7 @@ def _count(tokens: Tokens) -> int:
 def _batches(
     given: Mapping[MlxSequence, Tokens], num_guesses: Mapping[MlxSequence, int], most: int
 ) -> list[dict[MlxSequence, Tokens]]:
-    """What runs in one pass each: as many rows as it takes, those that decode first."""
+    """Split sequences into passes of at most `most` rows; decoding sequences come first."""
     batches: list[dict[MlxSequence, Tokens]] = []
     num_rows = most
     for sequence in sorted(given, key=lambda sequence: _count(given[sequence]) > 1):
@@ -445,7 +447,7 @@ def _batches(
 def _drafted_rows(
     group: Sequence[MlxSequence], drafts: Mapping[MlxSequence, tuple[int, ...]]
 ) -> list[tuple[MlxSequence, int]]:
-    """A group's rows as a step has them: each sequence, then each one's guesses from 1 on."""
+    """Return a group's rows in step order: all sequences, then all draft tokens from 1 on."""
     guesses = [(row, place) for row in group for place in range(1, len(drafts[row]) + 1)]
     return [*((row, 0) for row in group), *guesses]
 
@@ -455,7 +457,7 @@ def _drafted_tokens(
     feed: Callable[[Sequence[MlxSequence]], Array],
     drafts: Mapping[MlxSequence, tuple[int, ...]],
 ) -> Array:
-    """What the rows of a step are given, guesses included."""
+    """Return the input tokens of a step's rows, draft tokens included."""
     pieces = []
     for group in members:
         pieces.append(feed(group))
@@ -465,7 +467,7 @@ def _drafted_tokens(
 
 
 def _draw(logits: Array, rows: Sequence[PendingToken | None]) -> list[Array]:
-    """Draw the rows that ask for it."""
+    """Sample the rows that have a token to sample."""
     places = [place for place, row in enumerate(rows) if row is not None]
     drawn = [row for row in rows if row is not None]
     if not drawn:
@@ -477,6 +479,6 @@ def _is_close(logits: Array, expected: Array) -> bool:
     tolerance = _TOLERANCES.get(expected.dtype, 1e-1)
     wide, other = logits.astype(mx.float32), expected.astype(mx.float32)
     limit = tolerance * mx.maximum(mx.max(mx.abs(other)), 1e-3)
-    # A model whose logits are no numbers cannot be judged; its rows fail when they are drawn.
+    # A model with NaN logits cannot be compared; its rows fail when they are sampled.
     is_judged = mx.all(mx.isfinite(other))
     return bool(mx.logical_or(mx.max(mx.abs(wide - other)) <= limit, ~is_judged).item())

@@ -1,4 +1,4 @@
-"""What must happen before MLX is imported, and where it is the better choice."""
+"""Prepares the import of MLX, and decides whether MLX is the better choice on this machine."""
 
 import contextlib
 import ctypes
@@ -18,12 +18,12 @@ from typing import Any
 _LOG = logging.getLogger(__name__)
 _CUDA_BUILDS = ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda")
 _OPENBLAS = "libopenblas.so.0"
-# MLX hands operations to the device in portions, and waits while it has ten. With its own limit of
-# 400 MB these are two layers, so that whoever asks for a step waits for most of it. Its limit of
-# operations stays: with 200 of them models with experts computed other numbers.
+# MLX submits operations in batches, and blocks while ten are pending. With its default limit of
+# 400 MB a batch is two layers, so launching a step would block for most of it. The limit on the
+# number of operations keeps its default: with 200, models with experts computed other results.
 _CUDA_SETTINGS = {
     "MLX_MAX_MB_PER_BUFFER": "4000",
-    "MLX_CUDA_SDPA_CACHE_SIZE": "1024",  # lengths of attention, in plans
+    "MLX_CUDA_SDPA_CACHE_SIZE": "1024",  # number of cached attention plans
 }
 
 
@@ -42,21 +42,21 @@ def has_cuda_build() -> bool:
 
 
 def is_preferred() -> bool:
-    """Whether MLX is the better choice on this machine, judged without importing it."""
+    """Whether MLX is the better choice on this machine, determined without importing it."""
     if importlib.util.find_spec("mlx_lm") is None:
-        # On a Mac without either, the hint to install should name MLX.
+        # On a Mac with neither library, the installation hint should name MLX.
         return is_apple_silicon() and importlib.util.find_spec("torch") is None
     return is_apple_silicon() or (has_cuda_build() and Path("/dev/nvidiactl").exists())
 
 
 def prepare(num_threads: int = 0) -> None:
-    """Make float32 mean float32, and load a fast BLAS where MLX brings the reference one.
+    """Disable TF32, and load a fast BLAS where MLX ships the reference BLAS. Idempotent.
 
-    On CUDA MLX multiplies float32 in TF32 unless told otherwise, with ten bits of mantissa: a reply
-    then depends on who else is in its batch. Other formats are not affected. Idempotent.
+    On CUDA, MLX by default multiplies float32 in TF32, with ten bits of mantissa: a reply then
+    depends on the other rows of its batch. Other formats are not affected.
 
     Args:
-        num_threads: Threads of that BLAS; 0 takes all cores.
+        num_threads: Threads of that BLAS; 0 means all cores.
     """
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
     if has_cuda_build():
@@ -77,14 +77,14 @@ def prepare(num_threads: int = 0) -> None:
 
 
 def import_library(name: str) -> Any:
-    """Import a module of mlx-lm; left to itself it lowers the limit of open files for good."""
+    """Import a module of mlx-lm without its side effect of lowering the open-file limit."""
     with _file_limit_kept(), _without_tokenizers():
         return importlib.import_module(name)
 
 
 @contextlib.contextmanager
 def _without_tokenizers() -> Iterator[None]:
-    """Spare ten seconds: the library's tokenizers, which are not used here, bring PyTorch along."""
+    """Save ten seconds: mlx-lm's tokenizers, unused here, import transformers and PyTorch."""
     names = ("transformers", "transformers.tokenization_utils_base")
     if names[0] in sys.modules or "mlx_lm" in sys.modules:
         yield
@@ -100,11 +100,11 @@ def _without_tokenizers() -> Iterator[None]:
 
 
 class _NotUsed:
-    """Stands for a tokenizer's class while mlx-lm is imported."""
+    """Placeholder for tokenizer classes while mlx-lm is imported."""
 
     @classmethod
     def register(cls, *_: object, **__: object) -> None:
-        """Know no tokenizer."""
+        """Ignore the registration."""
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""Choosing tokens on the device, and waiting for those that are under way.
+"""Samples tokens on the device, and waits for pending ones.
 
-Greedy rows and rows with a plain temperature are drawn on the device, so that the next step can be
-launched before their tokens are known. All others are drawn on the host from their logits.
+Greedy rows and rows with a plain temperature are sampled on the device, so that the next step can
+be launched before their tokens are known. All others are sampled on the host from their logits.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from semantic.domain.sampling import SamplingParams, uniform
 from semantic.ports.backend import Draw, RowFailed, Sampled, SequenceId
 
 _ALMOST_ONE = 1 - 2**-24  # the largest float32 below 1
-_COLDEST = 1e-30  # colder ones are zero in float32
+_COLDEST = 1e-30  # lower temperatures are zero in float32
 _NOT_NUMBERS = "the model produced logits that are not numbers"
 
 
 class DeviceTokens:
-    """Tokens of several rows that the device draws together.
+    """Tokens of several rows that the device samples together.
 
     Attributes:
-        tokens: To feed the next step with.
-        checked: The same, -1 where the logits were not numbers.
+        tokens: Input of the next step.
+        checked: The same, with -1 where the logits are NaN or infinite.
     """
 
     def __init__(self, tokens: Array, checked: Array) -> None:
@@ -43,14 +43,14 @@ class DeviceTokens:
 
 @dataclass(slots=True, eq=False)
 class PendingToken:
-    """A row's token, wherever it is.
+    """A row's token, which may still be computed on the device.
 
     Attributes:
         known: The sequence's tokens.
-        position: Of the token.
-        device: Where the device draws it, with the others of its step; None if the host draws.
-        index: The row there.
-        logits: The row's, if the host draws.
+        position: Position of the token.
+        device: The tokens sampled on the device in its step; None if the host samples.
+        index: The row in `device`.
+        logits: The row's logits, if the host samples.
     """
 
     draw: Draw
@@ -70,11 +70,11 @@ class PendingToken:
         return self._answer
 
     def has_failed(self) -> bool:
-        """Whether it is known that there is no token."""
+        """Whether sampling is known to have failed."""
         return isinstance(self._answer, RowFailed)
 
     def token_if_known(self) -> int:
-        """The token, -1 while it is under way on the device; one the host draws is drawn now."""
+        """Return the token, or -1 if it is pending on the device; host tokens are sampled now."""
         answer = None if self.device is not None and self._answer is None else self.answer()
         return answer.token if isinstance(answer, Sampled) else -1
 
@@ -84,14 +84,14 @@ class PendingToken:
             return Sampled(self.seq, token) if token >= 0 else RowFailed(self.seq, _NOT_NUMBERS)
         logits = np.array(self.logits, np.float32)
         try:
-            token, logprob = sample(logits, self.draw, self.known[: self.position])
+            token, logprob = sample(logits, self.draw, self.known, self.position)
         except BackendError as error:
             return RowFailed(self.seq, error.message)
         return Sampled(self.seq, token, logprob)
 
 
 def is_drawn_on_device(draw: Draw) -> bool:
-    """Whether a row's token can be chosen without its history or the host."""
+    """Whether a row can be sampled without its history and without the host."""
     params = draw.params
     if draw.allowed is not None or params.has_penalties or params.logit_bias:
         return False
@@ -100,10 +100,10 @@ def is_drawn_on_device(draw: Draw) -> bool:
 
 
 def check_draw(draw: Draw, vocab_size: int) -> None:
-    """Refuse what no logits could satisfy.
+    """Reject parameters that no logits could satisfy.
 
     Raises:
-        InvalidRequestError: the mask allows no token, or there is no seed to draw with.
+        InvalidRequestError: the mask allows no token, or there is no seed to sample with.
     """
     allowed = draw.allowed
     if allowed is not None and not int.from_bytes(allowed, "little") & ((1 << vocab_size) - 1):
@@ -113,7 +113,7 @@ def check_draw(draw: Draw, vocab_size: int) -> None:
 
 
 def draw_rows(logits: Array, rows: Sequence[PendingToken]) -> list[Array]:
-    """Draw each row from its logits ``[rows, vocabulary]``; returns what must be computed."""
+    """Sample each row from its logits ``[rows, vocabulary]``; returns the arrays to evaluate."""
     outputs: list[Array] = []
     on_device = [i for i, row in enumerate(rows) if is_drawn_on_device(row.draw)]
     for i, row in enumerate(rows):
@@ -155,7 +155,7 @@ def _number(params: SamplingParams, position: int) -> float:
 
 
 def input_tokens(sources: Sequence[int | PendingToken]) -> Array:
-    """The rows' next tokens as one array, straight from the device where they are there."""
+    """Return the rows' next tokens as one array, on the device where possible."""
     first = sources[0]
     device = first.device if isinstance(first, PendingToken) else None
     places = [(s.device, s.index) if isinstance(s, PendingToken) else None for s in sources]

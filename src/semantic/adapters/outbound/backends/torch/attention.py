@@ -1,8 +1,8 @@
-"""Attention over packed chunks: the one function of ours that the library's models call.
+"""Attention over packed chunks; the models of the transformers library call it.
 
-All chunks of a step lie in one row without padding. For each of them the function appends the new
-keys and values to its sequence's buffers and attends within that sequence alone. Full attention,
-sliding windows, attention sinks (GPT-OSS) and capped scores (Gemma 2) are understood.
+All chunks of a step lie in one row without padding. For each chunk, the function appends the new
+keys and values to the chunk's sequence's buffers and attends within that sequence only. It supports
+full attention, sliding windows, attention sinks (GPT-OSS) and capped scores (Gemma 2).
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from semantic.ports.backend import Chunk
 
 ATTENTION_NAME = "semantic_packed"
 _UNSUPPORTED_OPTIONS = ("indices", "position_bias")
-# From here on, on a CPU, two calls without a mask are faster than one with it.
+# With more keys, on a CPU, two calls without a mask are faster than one with it.
 _MIN_KEYS_BEFORE = 2048
 _MAX_FOLDED_QUERIES = 16
 
@@ -28,7 +28,7 @@ class TorchSequence:
     """A sequence's tokens, and their keys and values: ``[layers, heads, capacity, dim]`` each.
 
     Attributes:
-        window_start: Before this position window layers hold nothing: it was not restored.
+        window_start: Window layers hold nothing before this position, because it was not restored.
     """
 
     known: list[int]
@@ -40,16 +40,16 @@ class TorchSequence:
 
     @property
     def capacity(self) -> int:
-        """Tokens the buffers have room for."""
+        """Number of tokens that fit into the buffers."""
         return self.keys.shape[2] if self.keys.dim() == 4 else 0
 
     @property
     def has_state(self) -> bool:
-        """Models with recurrent layers are refused."""
+        """Always true: the backend rejects models with recurrent layers."""
         return True
 
     def copy_state(self, source: "TorchSequence", num_tokens: int) -> None:
-        """Take over another's first tokens; the buffers must have room."""
+        """Copy another sequence's first tokens; the buffers must have room."""
         if num_tokens:
             self.keys[:, :, :num_tokens] = source.keys[:, :, :num_tokens]
             self.values[:, :, :num_tokens] = source.values[:, :, :num_tokens]
@@ -61,10 +61,10 @@ class Span:
 
     Attributes:
         end: The sequence's length after the step.
-        place: Where the chunk lies in the row.
-        keys: Each layer's up to `end`: those held, and room for the chunk's. So `values`. They and
-            the following are there once the views are made.
-        new_keys: Of them, the chunk's. So `new_values`.
+        place: The chunk's slice of the row.
+        keys: Each layer's keys up to `end`, including room for the chunk's; `values` likewise.
+            `make_views` sets these and the following attributes.
+        new_keys: The chunk's part of `keys`; `new_values` likewise.
     """
 
     chunk: Chunk
@@ -83,8 +83,8 @@ class Span:
         self.place = slice(self.offset, self.offset + len(self.tokens))
 
     def make_views(self) -> None:
-        """Look at the buffers, which have room."""
-        # All layers' views at once: made one by one, they would take as long as attending.
+        """Create views of the buffers, which must have room for the chunk."""
+        # All layers' views at once: creating them one by one takes as long as attention itself.
         start = self.sequence.length
         keys = self.sequence.keys[:, None, :, : self.end]
         values = self.sequence.values[:, None, :, : self.end]
@@ -95,7 +95,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """How one layer scores: what the library passes beside queries, keys and values."""
+    """A layer's attention options, as the library passes them."""
 
     scaling: float
     window: int | None
@@ -113,7 +113,7 @@ def packed_attention(
     spans: Sequence[Span],
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within each span's own sequence; called by the library, once a layer."""
+    """Attend within each span's own sequence; the library calls this once per layer."""
     refused = [name for name in _UNSUPPORTED_OPTIONS if options.get(name) is not None]
     if refused or attention_mask is not None:
         raise BackendError(f"attention with {', '.join(refused) or 'a mask'} is not supported")
@@ -142,7 +142,7 @@ def packed_attention(
 def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: _Rules
 ) -> torch.Tensor:
-    # The CPU's fused kernel also tells each query's log-sum-exp, from which parts are put together.
+    # The CPU's fused kernel also returns each query's log-sum-exp, which allows merging parts.
     is_fused = query.device.type == "cpu" and query.shape[3] == values.shape[3]
     if rules.softcap is not None or (rules.sinks is not None and not is_fused):
         return _attend_by_hand(query, keys, values, rules)
@@ -158,7 +158,7 @@ def _attend(
         attended, totals = _flash(query, keys, values, rules.scaling, mask, mask is None)
     if rules.sinks is None:
         return attended
-    # A sink takes part in the softmax and contributes nothing.
+    # A sink adds to the softmax's denominator and has no value.
     shares = torch.sigmoid(totals - rules.sinks.float()[:, None])
     return (attended * shares[..., None]).to(attended.dtype)
 
@@ -186,7 +186,7 @@ def _attend_by_library(
 def _attend_to_all(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every query sees every key. Few of them are folded: the kernel then reads keys once."""
+    """Attend without a mask. Folds few queries, so that the kernel reads the keys once."""
     num_heads, num_queries = query.shape[1], query.shape[2]
     if num_queries > _MAX_FOLDED_QUERIES:
         return _flash(query, keys, values, scaling)
@@ -198,7 +198,7 @@ def _attend_to_all(
 def _attend_in_parts(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys before the queries need no mask; those among them are added by log-sum-exp."""
+    """Attend unmasked to keys before the queries, causally among them; merge by log-sum-exp."""
     middle = keys.shape[2] - query.shape[2]
     before, totals_before = _attend_to_all(
         query, keys[:, :, :middle], values[:, :, :middle], scaling
@@ -219,7 +219,7 @@ def _flash(
     mask: torch.Tensor | None = None,
     is_causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention on a CPU, and the logarithm of what each query's softmax is divided by."""
+    """Run the CPU's fused attention; also returns each query's log-sum-exp."""
     attended, totals = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scaling
     )
@@ -227,14 +227,14 @@ def _flash(
 
 
 def _folded(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Grouped heads as further queries of the head whose keys they share."""
+    """Treat the heads of a group as further queries of the key head that they share."""
     return query.reshape(1, keys.shape[1], -1, query.shape[3])
 
 
 def _attend_by_hand(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: _Rules
 ) -> torch.Tensor:
-    """Scores, softmax and sum written out, for what the fused kernels do not offer."""
+    """Compute scores, softmax and sum explicitly, for options that fused kernels lack."""
     num_heads, num_queries = query.shape[1], query.shape[2]
     grouped = query[0].reshape(keys.shape[1], -1, num_queries, query.shape[3])
     scores = (grouped @ keys[0][:, None].transpose(-1, -2)).float() * rules.scaling
@@ -242,7 +242,7 @@ def _attend_by_hand(
         scores = rules.softcap * torch.tanh(scores / rules.softcap)
     scores += _mask(num_queries, keys.shape[2], rules.window, torch.float32, query.device)
     if rules.sinks is not None:
-        # A sink takes part in the softmax and contributes nothing.
+        # A sink adds to the softmax's denominator and has no value.
         sinks = rules.sinks.float().view(keys.shape[1], -1, 1, 1)
         scores = torch.cat([scores, sinks.expand(-1, -1, num_queries, 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : keys.shape[2]].to(values.dtype)
@@ -251,7 +251,7 @@ def _attend_by_hand(
 
 
 def _mask_if_needed(query: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor | None:
-    """None where causality alone says what is seen."""
+    """Return None if a plain causal mask suffices."""
     num_queries = query.shape[2]
     if num_keys == num_queries and not (window and num_queries > window):
         return None
@@ -262,9 +262,9 @@ def _mask_if_needed(query: torch.Tensor, num_keys: int, window: int | None) -> t
 def _mask(
     num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """0 where a query sees a key, -inf elsewhere; the queries are the last positions.
+    """Return 0 where a query sees a key, -inf elsewhere; the queries are the last positions.
 
-    The layers of a step ask for the same few masks, so the last ones are kept.
+    Cached, because the layers of a step use the same few masks.
     """
     ends = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     places = torch.arange(num_keys, device=device)[None, :]

@@ -1,9 +1,9 @@
 """Runs Hugging Face causal language models with PyTorch.
 
-The modelling code is the library's own, or `plain`'s of families that run in C. Both call one
-attention function of ours: all chunks of a step are packed into one row without padding, and the
+The modelling code is that of transformers, or of `plain` for model families that run in C. Both
+call `packed_attention`: all chunks of a step are packed into one row without padding, and the
 function appends each sequence's keys and values to that sequence's buffers and attends within it
-alone.
+only.
 """
 
 import math
@@ -55,9 +55,9 @@ _BITS = {2: np.int16, 4: np.int32}
 _PURGE_S, _PURGE_BYTES = 0.15, 32 * 2**20
 _MAX_DRAFT = 16
 _COLLECTED_AFTER, _COLLECTED_BYTES = 12_000, 4096
-_GROWTH = 256  # tokens by which a sequence's buffers grow
-_LARGE_BYTES = 2 * 2**20  # a buffer that is worth pages of its own
-_MOST_OFF = 2e-3  # between two ways to compute the same, relative to it
+_GROWTH = 256  # a sequence's buffers grow by this many tokens
+_LARGE_BYTES = 2 * 2**20  # larger buffers get separate (huge) pages
+_MOST_OFF = 2e-3  # largest relative difference between decoder and model
 
 _log = structlog.get_logger()
 
@@ -97,7 +97,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
             self._check_decoder(decoder)
 
     def _pin(self, num_bytes: int) -> None:
-        """Let state travel through pinned memory, where there is any."""
+        """Copy KV cache through pinned memory, if the machine has any."""
         memory = shared_memory(num_bytes) if num_bytes else None
         if memory is not None:
             memory.pin_rest()
@@ -105,15 +105,18 @@ class TorchBackend(EagerBackend[TorchSequence]):
         host_memory.use_device_memory(None if memory is None else memory.allocate)
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
-        """Append state from payloads."""
+        """Append KV cache from payloads."""
         sequence, by_kind = self._sequences[seq], self._sort_parts(seq, parts, end)
         contents = [(part, self._arrays(part)) for part in (*by_kind.full, *by_kind.window)]
         self._grow(sequence, end)
         if self._device.type != "cpu":
-            self._held.append(parts)  # until the device has fetched them
-        for part, (keys, values) in contents:
-            self._put(sequence.keys, keys, part, end)
-            self._put(sequence.values, values, part, end)
+            self._held.append(parts)  # the device still reads them
+        try:
+            for part, (keys, values) in contents:
+                self._put(sequence.keys, keys, part, end)
+                self._put(sequence.values, values, part, end)
+        except RuntimeError as error:
+            raise BackendError(f"state was not copied to the device: {error}") from error
         if end > sequence.length:
             sequence.length, sequence.last_sampled = end, None
             sequence.window_start = end
@@ -121,7 +124,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
             sequence.window_start = by_kind.window[0].start
 
     def launch(self, step: Step) -> Ticket:
-        """Compute a step at once."""
+        """Compute a step synchronously."""
         if self._decoder is None and self._threads.adapt():
             torch.set_num_threads(self._threads.number)
         try:
@@ -129,7 +132,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
             spans = [span for span in plan if isinstance(span, Span)]
             logits = self._forward(spans)
             if spans:
-                self._held.clear()  # all that was asked for before is done
+                self._held.clear()  # earlier copies to the device are complete
         except (RuntimeError, IndexError) as error:
             raise BackendError(f"the device failed: {error}") from error
         rows: list[Row] = []
@@ -142,7 +145,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
         return StepTicket(StepOutput(tuple(rows)))
 
     def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Run the model without its head."""
+        """Run the model without its head; returns the sum of the hidden states."""
         (span,) = self._plan(Step((Chunk(seq, start, tuple(tokens)),)))
         if isinstance(span, RowFailed):
             raise InvalidRequestError(span.reason, param="input")
@@ -156,7 +159,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
         return tuple(sums)
 
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
-        """Copy state to the host; window layers keep all tokens that were computed here."""
+        """Copy KV cache to the host; window layers keep all tokens that were computed here."""
         sequence = self._sequences[seq]
         start = self._snapshot_start(sequence, start, end, kind)
         layers = self._layers[kind]
@@ -167,24 +170,24 @@ class TorchBackend(EagerBackend[TorchSequence]):
         return PayloadTicket(KVPayload(self._traits.kv_abi, kind, start, end, buffers))
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """Buffers grow in steps, and every layer keeps every token."""
+        """Return the size of the buffers, which grow in steps; every layer keeps every token."""
         per_token = math.prod(self._shape) * sum(self._dims) * self._dtype.itemsize
         return sum(_capacity(length) * per_token for length in lengths)
 
     def memory(self) -> int:
-        """Add up the sequences' buffers."""
+        """Return the size of all sequences' buffers in bytes."""
         tensors = [t for s in self._sequences.values() for t in (s.keys, s.values)]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def device_memory(self) -> DeviceMemory | None:
-        """Ask CUDA, if the model is there."""
+        """Return CUDA's memory use; None on a CPU."""
         if self._device.type != "cuda":
             return None
         free, total = torch.cuda.mem_get_info(self._device)
         return DeviceMemory(total - free, total)
 
     def shutdown(self) -> None:
-        """Drop everything, and give its memory back."""
+        """Free the model and all sequences, and return their memory to the system."""
         self._sequences.clear()
         self._model = self._decoder = None
         if self._copies is not None:
@@ -193,8 +196,8 @@ class TorchBackend(EagerBackend[TorchSequence]):
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         else:
-            # PyTorch's allocator on ARM, mimalloc, returns large blocks with the first one that is
-            # asked for after a while, and looks for others every 10,000 allocations of a thread.
+            # On ARM, PyTorch's allocator (mimalloc) returns large blocks at the first allocation
+            # after a delay, and looks for others every 10,000 allocations of a thread.
             time.sleep(_PURGE_S)
             for _ in range(_COLLECTED_AFTER):
                 torch.empty(_COLLECTED_BYTES, dtype=torch.uint8)
@@ -203,7 +206,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
     # -- one step -------------------------------------------------------------------------------
 
     def _plan(self, step: Step) -> list[Span | RowFailed]:
-        """Give each chunk its place in the packed row, and room in its sequence's buffers."""
+        """Assign each chunk a place in the packed row and room in its sequence's buffers."""
         offset = 0
 
         def place(chunk: Chunk) -> Span:
@@ -219,7 +222,8 @@ class TorchBackend(EagerBackend[TorchSequence]):
     def _forward(self, spans: Sequence[Span]) -> Logits:
         """Run the model over the packed row; returns the logits after each span.
 
-        Where a span ends with guesses, those before and between them come first.
+        A span with draft tokens has several rows of logits: one before each draft token, and the
+        last.
         """
         if not spans:
             return np.empty((0, 0), np.float32)
@@ -240,7 +244,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
         return logits
 
     def _inputs(self, spans: Sequence[Span]) -> dict[str, Any]:
-        """What the model is given of a packed row."""
+        """Build the model's arguments for a packed row."""
         for span in spans:
             span.make_views()
         packed = [token for span in spans for token in span.tokens]
@@ -253,7 +257,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
         }
 
     def _grow(self, sequence: TorchSequence, length: int) -> None:
-        """Make room for `length` tokens, and for those that are known to follow."""
+        """Make room for `length` tokens, and for all known tokens of the sequence."""
         if length <= sequence.capacity:
             return
         layers, heads = self._shape
@@ -269,7 +273,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
     # -- lengths --------------------------------------------------------------------------------
 
     def _first_kept(self, sequence: TorchSequence) -> int:
-        """Window layers keep all tokens that were computed here."""
+        # Window layers keep all tokens that were computed here, not only the last window.
         return sequence.window_start
 
     def _copy(self, source: TorchSequence, target: TorchSequence, num_tokens: int) -> None:
@@ -285,7 +289,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
     # -- checks ---------------------------------------------------------------------------------
 
     def _check_model(self) -> None:
-        """Run one token, so that a model that would fail or go wrong is refused while it loads."""
+        """Run one token, to reject a model that would fail or compute wrong results."""
         scratch = TorchSequence([0])
         self._grow(scratch, 1)
         scratch.keys.fill_(torch.nan)
@@ -299,7 +303,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
             raise torch_loading.refusal(self._spec, reason)
 
     def _check_decoder(self, decoder: Decoder) -> None:
-        """Compare with the model's own code: two sequences with some state, and several tokens."""
+        """Use the decoder only if it agrees with the model's own code on two sequences."""
         spans, random = [], torch.Generator().manual_seed(0)
         for offset, (length, tokens) in enumerate(((5, (1,)), (37, (2, 3, 0)))):
             sequence = TorchSequence([0] * length)
@@ -319,7 +323,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
     def _computed(
         self, spans: Sequence[Span], forward: Callable[[Sequence[Span], Sequence[int]], Logits]
     ) -> torch.Tensor:
-        """All that comes of a step, as one row of numbers."""
+        """Run a step and return log-probabilities and new KV cache as one flat tensor."""
         last = range(spans[-1].place.stop)
         logits = torch.from_numpy(forward(spans, last)).log_softmax(dim=-1)
         states = [
@@ -346,12 +350,12 @@ class TorchBackend(EagerBackend[TorchSequence]):
         return np.frombuffer(data, _BITS[self._dtype.itemsize]).reshape(shape)
 
     def _host_buffer(self, name: str, tensor: torch.Tensor) -> HostBuffer:
-        """A copy on the host, which may still be on its way."""
+        """Copy to the host; on CUDA with pinned memory the copy runs in the background."""
         copy = None if self._copies is None else self._copies.copy_out(name, tensor)
         return _host_buffer(name, tensor) if copy is None else copy
 
     def _put(self, target: torch.Tensor, source: Bits, part: KVPayload, end: int) -> None:
-        """Write what a part holds of one kind of layers, up to `end`."""
+        """Write a part's layers, which are of one kind, up to `end`."""
         end = min(part.end, end)
         layers, content = self._layers[part.kind], source[:, :, : end - part.start]
         if isinstance(layers, slice):
@@ -362,7 +366,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
 
 
 def _layers_of(kind: LayerKind, spec: ModelCacheSpec) -> slice | list[int]:
-    """Which layers are of a kind; a slice, which needs no gathering, where all are."""
+    """Return the layers of a kind; if all are, as a slice, which needs no gathering."""
     layers = [index for index, layer in enumerate(spec.layers) if layer.kind is kind]
     return slice(None) if len(layers) == spec.num_layers else layers
 
@@ -372,9 +376,9 @@ def _capacity(length: int) -> int:
 
 
 def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for state, with anything in it; in huge pages where Linux has them.
+    """Allocate uninitialised KV cache memory, in huge pages where Linux provides them.
 
-    Page by page, a host takes longer to hand out memory than to copy a restored sequence into it.
+    Page faults of small pages take longer than copying a restored sequence into the memory.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes < _LARGE_BYTES:
@@ -383,17 +387,17 @@ def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 def _bits(tensor: torch.Tensor) -> Bits:
-    """A tensor on the host as integers of the same size, sharing its memory."""
+    """View a host tensor as integers of the same size, sharing its memory."""
     integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     bits: Bits = tensor.view(integers).numpy()
     return bits
 
 
 def _copy(source: Bits, target: torch.Tensor) -> None:
-    """Write bits of the host into a tensor.
+    """Write host data into a tensor.
 
-    On a host numpy does it: torch would wake its threads for each piece and take far longer. A
-    device fetches them by itself from pinned memory.
+    On a CPU, numpy copies: torch would wake its threads for each piece and take far longer. A CUDA
+    device reads pinned memory asynchronously.
     """
     if target.is_cpu:
         _bits(target)[:] = source
@@ -410,22 +414,25 @@ def _host_buffer(name: str, tensor: torch.Tensor) -> HostBuffer:
 
 
 def _finish(span: Span, logits: Logits) -> Row:
-    """Sample if asked to, then count the chunk as held: a row that fails changes nothing.
+    """Sample if requested, then count the chunk as held; a row that fails changes nothing.
 
-    Keys and values of guesses that were wrong are left behind the sequence's end.
+    Keys and values of rejected draft tokens remain in the buffers after the sequence's end.
     """
     chunk, sequence = span.chunk, span.sequence
     row: Row = Computed(chunk.seq)
     token, num_wrong = None, 0
+    known, start = sequence.known, sequence.length
+    replaced = known[start : span.end]
+    known[start : span.end] = span.tokens
     if chunk.draw is not None:
-        history = [*sequence.known[: sequence.length], *span.tokens]
-        num_certain = len(history) - len(chunk.draft)
+        first = span.end - len(chunk.draft)
         try:
-            row = verify(chunk, lambda i, draw: sample(logits[i], draw, history[: num_certain + i]))
+            row = verify(chunk, lambda i, draw: sample(logits[i], draw, known, first + i))
         except BackendError as error:
+            known[start : span.end] = replaced
             return RowFailed(chunk.seq, error.message)
         token, num_wrong = row.token, len(chunk.draft) - len(row.accepted)
     end = span.end - num_wrong
-    sequence.known[sequence.length : end] = span.tokens[: end - sequence.length]
+    known[end : span.end] = replaced[end - start :]
     sequence.length, sequence.last_sampled = end, token
     return row

@@ -1,7 +1,7 @@
-"""Attention state between a CUDA device and pinned host memory, on a stream of its own.
+"""Copies KV cache from a CUDA device to pinned host memory on a separate stream.
 
-Pageable memory would travel at a sixth of the link's speed, and whoever asks would wait for it.
-Here a block is packed on the device, in the order of the steps, and copied beside the next ones.
+Copies to pageable memory reach a sixth of the link's speed and block the caller. Here the device
+packs a block in stream order with the steps, and copies it while the next steps run.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from semantic.ports.backend import HostBuffer
 
 
 class ArrivingBytes:
-    """Memory that a copy goes to; see `PendingBytes`."""
+    """Host memory that a running copy writes to; see `PendingBytes`."""
 
     def __init__(self, memory: memoryview, done: torch.cuda.Event) -> None:
         self._memory = memory
@@ -22,19 +22,22 @@ class ArrivingBytes:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes there will be."""
+        """Size of the copy in bytes."""
         return self._memory.nbytes
 
     @property
     def is_there(self) -> bool:
-        """Whether the device is done with the memory."""
-        return bool(self._done.query())  # type: ignore[no-untyped-call]
+        """Whether the device no longer uses the memory; also true after a failed copy."""
+        try:
+            return bool(self._done.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return True  # `wait` reports the error to the reader of these bytes
 
     def wait(self) -> memoryview:
-        """Wait for the copy; this lets other threads run.
+        """Wait for the copy, releasing the GIL.
 
         Raises:
-            CacheCorruptionError: it failed.
+            CacheCorruptionError: the copy failed.
         """
         try:
             self._done.synchronize()
@@ -44,16 +47,16 @@ class ArrivingBytes:
 
 
 class DeviceCopies:
-    """Copies to the host. On the engine's thread only, but for what they return."""
+    """Copies tensors to the host. For the engine's thread only; any thread may use the results."""
 
     def __init__(self, memory: PinnedMemory, device: torch.device) -> None:
         self._memory = memory
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # The device writes there even if nobody wants it any more: it must not be handed out again.
+        # The device writes here even if the block was dropped: no reuse until the copy is done.
         self._under_way: deque[ArrivingBytes] = deque()
 
     def copy_out(self, name: str, tensor: torch.Tensor) -> HostBuffer | None:
-        """Begin to copy a tensor; None if there is no memory for it."""
+        """Start to copy a tensor; None if no pinned memory is free."""
         while self._under_way and self._under_way[0].is_there:
             self._under_way.popleft()
         memory = self._memory.allocate(tensor.numel() * tensor.element_size())
@@ -73,6 +76,6 @@ class DeviceCopies:
         return HostBuffer(name, tuple(tensor.shape), number_format, arriving)
 
     def finish(self) -> None:
-        """Wait for all of them."""
+        """Wait for all copies."""
         self._stream.synchronize()
         self._under_way.clear()

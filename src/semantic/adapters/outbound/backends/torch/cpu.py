@@ -1,17 +1,17 @@
-"""Faster and more exact modules for bfloat16 on a CPU, put in place of a loaded model's own.
+"""Faster and more exact modules for bfloat16 on a CPU; they replace those of a loaded model.
 
-Decoding reads every weight once a step, so it is bound by memory; what counts is that weights lie
-as the kernels want them (prepacked), that small operations are merged into large ones, and, if
-asked for, that weights are stored in fewer bits while few rows are computed. Results agree with the
-original's to bfloat16's rounding.
+Decoding reads every weight once per step, so it is bound by memory bandwidth. It becomes faster if
+the weights have the layout that the kernels read (prepacked), if small operations are merged into
+large ones, and, optionally, if weights are stored in fewer bits for small batches. Results agree
+with the original's to bfloat16's rounding.
 
-With eight bits a number, the sum that all layers add to loses what the later ones add, and a logit
-of 25 is a multiple of 1/8, so that near ties go to whichever token has the lower number. Here that
-sum (the residual stream) is kept in float32, a norm rounds once, and the highest logits are
+bfloat16 has eight bits of precision. The residual stream, the sum that all layers add to, loses
+what later layers add, and a logit of 25 is a multiple of 1/8, so near ties go to the token with the
+lower id. Here the residual stream stays in float32, a norm rounds once, and the highest logits are
 computed again in float32.
 
-All of it works by a module's role (a linear, a gated MLP, a norm), not by the model's name;
-whatever is not recognised stays as it was.
+Modules are recognised by their role (a linear, a gated MLP, a norm), not by the model's name. A
+module that is not recognised stays unchanged.
 """
 
 import ctypes
@@ -24,14 +24,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from semantic.adapters.outbound import host_memory
 from semantic.adapters.outbound.backends.torch.grouped import GroupedLinear, GroupedWeight
-from semantic.adapters.outbound.backends.torch.native import Library
+from semantic.adapters.outbound.backends.torch.native.library import Library
 
 Weights = Literal["full", "int8", "int4"]
 AnyLinear = nn.Linear | GroupedLinear
 
-_ROWS_HINT = 256  # rows the packed layout is chosen for; it serves any number
-_MAX_FEW_ROWS = 4  # quantised weights win up to here, packed ones beyond
+_ROWS_HINT = 256  # the packed layout is optimised for this many rows; it works for any number
+_MAX_FEW_ROWS = 4  # up to this, quantised weights are faster; beyond it, packed ones
 _GROUP = 32
 _ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj")
 _MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -40,15 +41,25 @@ _NUM_REFINED = 32
 _NUM_STRIPES = 64
 _HUGE_PAGE = 1 << 21
 _MADV_COLLAPSE = 25
+_CACHE_LINE = 64
 
 
 def has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 at all."""
+    """Whether this CPU can multiply bfloat16 matrices."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def has_fast_bfloat16() -> bool:
+    """Whether this is an x86 CPU with bfloat16 instructions (AVX-512 BF16 or AMX).
+
+    On such CPUs PyTorch's bfloat16 kernels run quantised weights. How they compare with the native
+    library has not been measured.
+    """
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 def speed_up(model: nn.Module, weights: Weights = "full") -> None:
-    """Replace modules of a bfloat16 model on a CPU; mutates it, frees what it replaces."""
+    """Replace linears of a bfloat16 model on a CPU; mutates the model and frees the originals."""
     _merge(model, nn.Linear, weights)
     _pack_linears(model, weights)
     for module in model.modules():
@@ -59,16 +70,36 @@ def speed_up(model: nn.Module, weights: Weights = "full") -> None:
 def pack_grouped(
     model: nn.Module, library: Library | None = None, *, is_merged: bool = True
 ) -> None:
-    """Make a model's grouped linears ready, merged where they share an input; mutates it."""
+    """Pack a model's grouped linears for a kernel; mutates the model.
+
+    `is_merged` first joins linears that share an input.
+    """
     if is_merged:
         _merge(model, GroupedLinear, "full")
-    for module in model.modules():
-        if isinstance(module, GroupedLinear):
-            module.pack(library)
+    linears = [module for module in model.modules() if isinstance(module, GroupedLinear)]
+    if library is None:
+        for linear in linears:
+            linear.pack()
+    else:
+        _pack_together(linears, library)
+
+
+def _pack_together(linears: Sequence[GroupedLinear], library: Library) -> None:
+    """Pack all weights into one allocation, in huge pages where Linux provides them.
+
+    Decoding reads all weights in each step: two threads read 16 GB/s with 4 KB pages and 21 GB/s
+    with huge pages.
+    """
+    sizes = [-(-linear.packed_size(library) // _CACHE_LINE) * _CACHE_LINE for linear in linears]
+    if not linears:
+        return
+    memory = torch.frombuffer(host_memory.plain_pages(sum(sizes)), dtype=torch.uint8)
+    for linear, part in zip(linears, torch.split(memory, sizes), strict=True):
+        linear.pack(library, part)
 
 
 class PackedLinear(nn.Module):
-    """A linear whose weights lie as oneDNN reads them, and in fewer bits for few rows."""
+    """A linear with weights in oneDNN's layout, and optionally a quantised copy for few rows."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, weights: Weights) -> None:
         super().__init__()
@@ -88,7 +119,10 @@ class PackedLinear(nn.Module):
         return result if self.bias is None else result + self.bias
 
     def use_huge_pages(self) -> None:
-        """Lay the packed weights into huge pages; when all are made, as some share a page."""
+        """Move the packed weights into huge pages.
+
+        Call it after all linears are packed, since some share a page.
+        """
         of_packed = torch.ops.mkldnn
         collapse(of_packed.data_ptr(self.packed), of_packed._nbytes(self.packed))
 
@@ -96,8 +130,8 @@ class PackedLinear(nn.Module):
 class GatedMLP(nn.Module):
     """``down(silu(gate(x)) * up(x))`` with gate and up in one multiplication.
 
-    Activation and product inside of two multiplications would make prompts faster by some
-    percent, and decode steps slower: each multiplication wakes the other threads.
+    Fusing activation and product into two multiplications would make prefill some percent faster
+    and decode steps slower, because each multiplication wakes the other threads.
     """
 
     def __init__(self, gate: AnyLinear, up: AnyLinear, down: AnyLinear, weights: Weights) -> None:
@@ -115,7 +149,7 @@ class GatedMLP(nn.Module):
 
 
 class _MergedLinears:
-    """Linears with one input, multiplied at once when the first of them is asked."""
+    """Linears with the same input; the first call multiplies for all of them."""
 
     def __init__(self, linears: Sequence[AnyLinear], weights: Weights) -> None:
         self.sizes = [linear.out_features for linear in linears]
@@ -128,7 +162,7 @@ class _MergedLinears:
             self._input, self._outputs = x, self.joined(x).split(self.sizes, dim=-1)
         output = self._outputs[index]
         if index == len(self.sizes) - 1:
-            self._input, self._outputs = None, ()  # nothing outlives the layer
+            self._input, self._outputs = None, ()  # keep no tensors beyond the layer
         return output
 
 
@@ -138,10 +172,9 @@ class _MergedPart(nn.Module):
     def __init__(self, merged: _MergedLinears, index: int) -> None:
         super().__init__()
         self._merged, self._index = merged, index
-        self.joined = merged.joined  # where whoever walks through the model finds it
+        self.joined = merged.joined  # a submodule, so that `model.modules()` finds it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply, or take what was multiplied with the first part."""
         return self._merged.output(self._index, x)
 
 
@@ -149,7 +182,7 @@ class _MergedPart(nn.Module):
 
 
 class _Int8Weight:
-    """Eight bits a weight, one scale a row."""
+    """Eight bits per weight, one scale per row."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         wide = weight.float()
@@ -163,7 +196,7 @@ class _Int8Weight:
 
 
 class _Int4Weight:
-    """Four bits a weight, a scale and a zero for every 32 of a row."""
+    """Four bits per weight, a scale and a zero point per 32 weights of a row."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         num_rows, num_columns = weight.shape
@@ -187,7 +220,7 @@ class _Int4Weight:
 
 def _quantise(weight: torch.Tensor, weights: Weights) -> _Int8Weight | _Int4Weight | None:
     num_rows, num_columns = weight.shape
-    # The kernels read past the end of rows of other lengths, and crash.
+    # With other row lengths the kernels read past the end and crash.
     if weights == "full" or num_columns % _GROUP:
         return None
     if weights == "int4" and num_rows % 16 == 0:
@@ -199,14 +232,14 @@ def _quantise(weight: torch.Tensor, weights: Weights) -> _Int8Weight | _Int4Weig
 
 
 def children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Every module below another, which comes first, and its name there."""
+    """Yield each submodule as (parent, name, child); a parent comes before its children."""
     for parent in model.modules():
         for name, child in parent.named_children():
             yield parent, name, child
 
 
 def _joined(linears: Sequence[AnyLinear], weights: Weights) -> PackedLinear | GroupedLinear:
-    """Linears of one kind and with one input as a single one; all or none of them have a bias."""
+    """Concatenate linears of one kind with the same input; either all or none have a bias."""
     biases: list[torch.Tensor | None] = [linear.bias for linear in linears]
     given = [bias.detach() for bias in biases if bias is not None]
     bias = torch.cat(given) if given else None
@@ -222,7 +255,6 @@ def _can_join(linears: Sequence[AnyLinear]) -> bool:
 
 
 def _merge(model: nn.Module, kind: type[AnyLinear], weights: Weights) -> None:
-    """Merge linears of a kind that share an input."""
     for parent in list(model.modules()):
         if all(isinstance(getattr(parent, name, None), kind) for name in _ATTENTION_INPUTS):
             _merge_attention_inputs(parent, weights)
@@ -249,7 +281,7 @@ def _is_gated_mlp(module: nn.Module, kind: type[AnyLinear]) -> bool:
 
 
 def _fuse_mlp(mlp: nn.Module, weights: Weights) -> None:
-    """Make a gated MLP compute in fused form, in its place and with its other attributes."""
+    """Replace the forward of a gated MLP in place; its other attributes stay."""
     gate, up, down = (getattr(mlp, name) for name in _MLP_LINEARS)
     mlp.fused = GatedMLP(gate, up, down, weights)
     for name in _MLP_LINEARS:
@@ -264,16 +296,16 @@ def _pack_linears(model: nn.Module, weights: Weights) -> None:
 
 
 def collapse(address: int, num_bytes: int) -> None:
-    """Move memory into pages of 2 MB, with what shares their first and last; its content stays.
+    """Move memory into 2 MB pages, including data that shares the first and last page.
 
-    Decoding streams through all weights, and with pages of 4 KB it waits for their addresses too.
-    Linux gives such pages from 6.1 on; elsewhere nothing happens.
+    The content does not change. Decoding streams through all weights, and with 4 KB pages address
+    translation adds waiting time. Linux supports this from 6.1 on; elsewhere it has no effect.
     """
     if sys.platform != "linux":
         return
     start = address // _HUGE_PAGE * _HUGE_PAGE
     end = -(-(address + num_bytes) // _HUGE_PAGE) * _HUGE_PAGE
-    # A request: the kernel refuses pages with holes, or all of them if it is too old.
+    # Best effort: the kernel refuses ranges with holes, and older kernels refuse all.
     ctypes.CDLL(None).madvise(
         ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(_MADV_COLLAPSE)
     )
@@ -283,7 +315,7 @@ def collapse(address: int, num_bytes: int) -> None:
 
 
 def round_less(model: Any) -> None:
-    """Replace modules of a bfloat16 model on a CPU; mutates it. Linears stay to be packed."""
+    """Make a bfloat16 model on a CPU more exact; mutates it. Linears stay, to be packed later."""
     replace_norms(model)
     if _has_norms_before_all(model.base_model):
         _widen_input(model.base_model.layers[0])
@@ -292,14 +324,14 @@ def round_less(model: Any) -> None:
 
 
 class RMSNorm(nn.Module):
-    """RMS norm of float32 or bfloat16, rounded once, to the weight's format; in few operations."""
+    """RMS norm of float32 or bfloat16; rounds once, to the weight's dtype, in few operations."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
         size, wide = weight.shape[0], weight.detach().float()
         self.dtype, self.size, self.eps = weight.dtype, size, eps
         self.both_weights, self.signs = torch.stack([wide, wide]), torch.tensor([[1.0], [-1.0]])
-        # Relative to a vector's length, whose square is its size times the mean's.
+        # The squared length of a vector is its size times its mean square.
         self.length_weight, self.length_eps = wide * size**0.5, torch.tensor(eps * size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -308,7 +340,7 @@ class RMSNorm(nn.Module):
         return self._of_one(x) if is_one else self._of_many(x.float())
 
     def _of_one(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer norm of (x, -x), whose mean is 0: fewest calls, but slow for many rows."""
+        """Compute the layer norm of (x, -x), whose mean is 0: fewest calls, but slow for many."""
         both = torch.layer_norm(
             x.unsqueeze(-2) * self.signs, (2, self.size), self.both_weights, None, self.eps
         )
@@ -322,12 +354,12 @@ class RMSNorm(nn.Module):
 
 
 class RefinedHead(nn.Module):
-    """A head whose highest logits are those of a multiplication in float32."""
+    """A head that recomputes its highest logits in float32."""
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()
         self.head = head
-        self.rows = head.weight.detach()  # remains when the head is packed
+        self.rows = head.weight.detach()  # still readable after the head is packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply; returns float32."""
@@ -338,14 +370,14 @@ class RefinedHead(nn.Module):
 
 
 def replace_norms(model: nn.Module) -> None:
-    """Put our norm in place of each that computes the same; mutates the model."""
+    """Replace each norm that `RMSNorm` reproduces; mutates the model."""
     for parent, name, child in list(children(model)):
         if (norm := _same_norm(child)) is not None:
             setattr(parent, name, norm)
 
 
 def _same_norm(module: nn.Module) -> RMSNorm | None:
-    """Our form of an RMS norm, if it computes the same."""
+    """Return the `RMSNorm` of a module if its results on a sample match."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not type(module).__name__.endswith("RMSNorm") or weight is None or eps is None:
         return None
@@ -357,14 +389,14 @@ def _same_norm(module: nn.Module) -> RMSNorm | None:
 
 
 def _is_tied(model: Any) -> bool:
-    """Whether the embedding keeps the head's weights as they were: packed rows cannot be read."""
+    """Whether the embedding holds the head's unpacked weights: packed rows cannot be read."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     is_plain = type(head) is nn.Linear and getattr(head, "bias", None) is None
     return is_plain and head.weight is embedding.weight
 
 
 def _has_norms_before_all(decoder: nn.Module) -> bool:
-    """Whether all that reads the residual stream is a norm of ours, which takes float32."""
+    """Whether only `RMSNorm`, which accepts float32, reads the residual stream."""
     layers, last = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
     if not isinstance(layers, nn.ModuleList) or not isinstance(last, RMSNorm):
         return False
@@ -372,13 +404,13 @@ def _has_norms_before_all(decoder: nn.Module) -> bool:
 
 
 def _norms_of(layer: nn.Module) -> set[str]:
-    """The names of a layer's norms; none if not all of them are ours."""
+    """Return the names of a layer's norms; none unless all of them are `RMSNorm`."""
     norms = {n: m for n, m in layer.named_children() if type(m).__name__.endswith("Norm")}
     return set(norms) if all(isinstance(norm, RMSNorm) for norm in norms.values()) else set()
 
 
 def _widen_input(layer: nn.Module) -> None:
-    """Make the first layer take float32; adding bfloat16 to it, as all layers do, keeps it so."""
+    """Make the first layer convert its input to float32; later additions of bfloat16 keep it."""
     layer.__class__ = _widened(type(layer))  # type: ignore[arg-type]  # a class is hashable
 
 
@@ -391,12 +423,12 @@ def _widened(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _highest(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Where each row's highest logits are."""
+    """Return the indices of each row's highest logits."""
     size = logits.shape[-1]
     if size % _NUM_STRIPES or size < _NUM_STRIPES * count:
         return logits.topk(count, sorted=False).indices
-    # They lie in as many columns of stripes: found in a third of the time that `topk` takes for
-    # eight rows. numpy looks through a row before torch has woken its threads.
+    # The `count` highest lie in at most `count` columns of stripes; for eight rows this takes a
+    # third of the time of `topk`. numpy scans a row before torch has woken its threads.
     num_columns = size // _NUM_STRIPES
     stripes = logits.numpy().reshape(*logits.shape[:-1], _NUM_STRIPES, num_columns)
     highest = torch.from_numpy(stripes.max(axis=-2))

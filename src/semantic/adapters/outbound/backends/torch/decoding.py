@@ -1,8 +1,8 @@
-"""Steps of Llama-like models in one call of the C library.
+"""Runs whole steps of Llama-like models in one call of the C library.
 
-A model is taken as it was loaded: its layers are looked at, and where they are norms, attention
-with rotary positions and a gated MLP, a description of them is made that the library follows. What
-it computes is compared with what the model's own code does before it is used.
+`is_plain` checks that the layers of a loaded model consist of norms, attention with RoPE and a
+gated MLP; `Decoder` then describes them in the library's structures. Before the backend uses a
+decoder, it compares the results with those of the model's own code.
 """
 
 import ctypes
@@ -14,10 +14,15 @@ import torch
 from torch import nn
 
 from semantic.adapters.outbound.backends.sampler import Logits
-from semantic.adapters.outbound.backends.torch import native
 from semantic.adapters.outbound.backends.torch.attention import Span
 from semantic.adapters.outbound.backends.torch.grouped import GroupedLinear
-from semantic.adapters.outbound.backends.torch.native import FULL, Layer, Library, Matrix
+from semantic.adapters.outbound.backends.torch.native.library import (
+    FULL,
+    Layer,
+    Library,
+    Matrix,
+    Model,
+)
 from semantic.domain.spec import ModelCacheSpec
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -26,11 +31,11 @@ _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _BASE_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LINEARS = nn.Linear | GroupedLinear
-_LANES = 4  # numbers that kernels take at once: sizes are multiples of it
+_LANES = 4  # the library requires sizes that are multiples of it
 
 
 def is_plain(model: Any) -> bool:
-    """Whether a model is made of the parts that the library knows."""
+    """Whether a model consists only of parts that the C library supports."""
     base = model.base_model
     if _parts(base) != _BASE_PARTS or not isinstance(model.get_output_embeddings(), _LINEARS):
         return False
@@ -69,7 +74,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 class Decoder:
-    """Runs steps of one model; its linears are packed."""
+    """Runs steps of one model, whose grouped linears must be packed for the library."""
 
     def __init__(self, model: Any, spec: ModelCacheSpec, library: Library) -> None:
         """Describe a plain model to the library."""
@@ -81,10 +86,10 @@ class Decoder:
         layers = [self._layer(*pair) for pair in zip(base.layers, windows, strict=True)]
         attention = base.layers[0].self_attn
         self._layers = (Layer * len(layers))(*layers)
-        self._kept += [model]  # whose weights are read by address
+        self._kept += [model]  # the library reads its weights by address
         dim = int(attention.head_dim)
         heads = layers[0].output.columns // dim
-        self._model = native.Model(
+        self._model = Model(
             ctypes.addressof(self._layers),
             self._floats(base.norm.weight),
             self._matrix(model.get_output_embeddings()),
@@ -94,7 +99,7 @@ class Decoder:
         )
 
     def step(self, spans: Sequence[Span], last: Sequence[int]) -> Logits:
-        """Run the model over the tokens of spans; returns the logits after some of them."""
+        """Run the model over the tokens of spans; returns the logits after the tokens at `last`."""
         tokens = [token for span in spans for token in span.tokens]
         rows = np.array(list(_rows(spans)), np.int64)
         wanted = np.array(last, np.int32)
@@ -103,8 +108,8 @@ class Decoder:
             cos, sin = self._rotary(hidden, torch.from_numpy(rows[:, 3][None]))
             cos, sin = cos.contiguous(), sin.contiguous()
         logits = np.empty((len(wanted), self._model.head.rows), np.float32)
-        # All threads, also where other programs take the cores: whoever runs does the work of who
-        # does not, and waits asleep.
+        # Always all threads: the library's threads take over work from those without a core, and
+        # sleep while they wait.
         self._library.step(
             self._model,
             *(rows.ctypes.data, len(rows), cos.data_ptr(), sin.data_ptr()),
@@ -137,7 +142,7 @@ class Decoder:
         return Matrix(self._floats(linear.weight), bias, FULL, *size, 1.0)
 
     def _floats(self, tensor: torch.Tensor) -> int:
-        """The address of a tensor's numbers, which are kept."""
+        """Return the address of a tensor's float32 data, and keep that data alive."""
         wide = tensor.detach().float().contiguous()
         self._kept.append(wide)
         return wide.data_ptr()

@@ -1,15 +1,15 @@
-"""Weights that stay quantised: groups of integers as files hold them, and kernels that read them.
+"""Weights that stay quantised: groups of integers as stored in the files, and kernels for them.
 
 A row's weights are integers of 4 or 8 bits; each group of them has a scale and a bias, and a weight
-is ``integer * scale + bias``. That is how mlx-lm writes models and how GGUF files are imported.
-GPT-OSS's experts are in MXFP4 instead: four bits that stand for uneven steps of a power of two,
-which are multiples of the least of them, and so integers of eight bits without any loss.
-Linears multiply without ever holding the weights in full; where there is no kernel for them, or the
-weights are asked for in full, the model is loaded as if it had never been quantised.
+is ``integer * scale + bias``. mlx-lm writes models in this format, and GGUF files are imported into
+it. GPT-OSS's experts are in MXFP4 instead: four-bit codes for unevenly spaced multiples of a power
+of two. These are multiples of the smallest one, and therefore 8-bit integers without loss.
+Linears multiply without expanding the whole model's weights. Where there is no kernel, or
+full weights are requested, the model is loaded as if it had never been quantised.
 
-On ARM the kernels are our own, or KleidiAI's where there is no compiler for ours; elsewhere those
-of a CPU that computes in bfloat16. The latter are for few rows: for many, as in a prompt, the
-weights of one linear at a time are expanded.
+The native library has kernels for grouped weights (see `native/`). On a CPU that computes in
+bfloat16, PyTorch has kernels for few rows. For many rows, as in prefill, the weights of one linear
+at a time are expanded.
 """
 
 import math
@@ -24,26 +24,26 @@ from safetensors import safe_open
 from torch import nn
 from torch.nn import functional
 
-from semantic.adapters.outbound.backends.torch.native import Library, Matrix
+from semantic.adapters.outbound.backends.torch.native.library import Library, Matrix
 from semantic.domain.errors import InvalidRequestError
 
 _Replaceable = nn.Linear | nn.Embedding
 _Tensors = dict[str, torch.Tensor]
 
 _BITS = (4, 8)
-_GROUP = 32  # of what is quantised here; the kernels' groups are multiples of it
-_KERNEL_ROWS = 16  # the bfloat16 kernel reads past the end of matrices of other sizes
+_GROUP = 32  # of weights quantised here; the kernels need groups that are multiples of it
+_KERNEL_ROWS = 16  # the bfloat16 kernel reads past the end unless rows are a multiple of it
 _SMALLEST_STEP = 1e-30
-# What the codes of MXFP4 stand for, in halves, from -12 on.
+# Value of each MXFP4 code, in halves, with an offset of 12.
 _MXFP4 = torch.tensor(
     [12 + half for half in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)],
     dtype=torch.uint8,
 )
-_HALF_EXPONENT = 15  # of the greatest numbers in half precision
+_HALF_EXPONENT = 15  # exponent of the largest float16 numbers
 
 
 class GroupedWeight:
-    """A matrix as integers with a scale and a bias for each group of a row."""
+    """A matrix of integers with a scale and a bias for each group of a row."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class GroupedWeight:
 
         Args:
             packed: Words or bytes, the first integer in the lowest bits.
-            scales: ``[rows, groups]``; of MXFP4 their exponents, in bytes.
-            biases: ``[rows, groups]``; MXFP4 has none.
-            num_columns: Of the matrix.
+            scales: ``[rows, groups]``; for MXFP4 their exponents, as bytes.
+            biases: ``[rows, groups]``; None for MXFP4.
+            num_columns: Columns of the matrix.
         """
         self.packed, self.num_columns = packed.view(torch.uint8), num_columns
         self.scales, self.biases = scales, biases
@@ -67,12 +67,12 @@ class GroupedWeight:
 
     @property
     def kind(self) -> tuple[int, int, bool]:
-        """What matrices must share to be joined."""
+        """Bits, group size and format; only matrices of equal kind can be joined."""
         return self.bits, self.group, self.biases is None
 
     @staticmethod
     def quantised(weight: torch.Tensor, bits: int) -> "GroupedWeight":
-        """Quantise a matrix whose rows are made of whole groups."""
+        """Quantise a matrix whose row length is a multiple of the group size."""
         groups = weight.detach().float().view(len(weight), -1, _GROUP)
         low, high = groups.amin(dim=2), groups.amax(dim=2)
         scales = ((high - low) / (2**bits - 1)).clamp_min(1e-8)
@@ -83,7 +83,7 @@ class GroupedWeight:
 
     @staticmethod
     def joined(weights: Sequence["GroupedWeight"]) -> "GroupedWeight":
-        """The rows of several matrices of one kind."""
+        """Concatenate the rows of several matrices of one kind."""
         packed = torch.cat([weight.packed for weight in weights])
         scales = torch.cat([weight.scales for weight in weights])
         biases = [weight.biases for weight in weights if weight.biases is not None]
@@ -91,7 +91,7 @@ class GroupedWeight:
         return GroupedWeight(packed, scales, joined, weights[0].num_columns)
 
     def integers(self, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
-        """The integers of some rows, a byte each."""
+        """Return the integers of some rows, one byte each."""
         packed = self.packed[rows]
         if self.bits == 8 and self.biases is not None:
             return packed
@@ -99,7 +99,7 @@ class GroupedWeight:
         return digits if self.biases is not None else _MXFP4[digits.int()]
 
     def steps(self, rows: slice | torch.Tensor = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales and biases of some rows, in float32."""
+        """Return scales and biases of some rows, in float32."""
         scales = self.scales[rows].float()
         if self.biases is not None:
             return scales, self.biases[rows].float()
@@ -107,39 +107,49 @@ class GroupedWeight:
         return halves, -12 * halves
 
     def expanded(self, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
-        """The weights of some rows, in float32."""
+        """Return the weights of some rows, in float32."""
         scales, biases = self.steps(rows)
         groups = self.integers(rows).view(*scales.shape, -1).float()
         return torch.addcmul(biases[..., None], groups, scales[..., None]).flatten(-2)
 
 
 class GroupedLinear(nn.Module):
-    """A linear over a grouped weight; few rows have a kernel once it is packed."""
+    """A linear over a grouped weight; after `pack` it uses a kernel where one applies."""
 
     def __init__(self, weight: GroupedWeight, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.grouped, self.bias = weight, None if bias is None else bias.detach()
         self.in_features, self.out_features = weight.num_columns, len(weight.scales)
-        self._kernel: _NativeKernel | _KleidiKernel | _Bfloat16Kernel | None = None
+        self._kernel: _NativeKernel | _Bfloat16Kernel | None = None
 
     @property
     def kind(self) -> tuple[int, int, bool]:
-        """What linears must share to be joined."""
+        """The kind of its weight; only linears of equal kind can be joined."""
         return self.grouped.kind
 
-    def pack(self, library: Library | None = None) -> None:
-        """Lay the weights as a kernel reads them; the file's form stays if many rows need it."""
+    def packed_size(self, library: Library) -> int:
+        """Return the size of the weights packed for the native library, in bytes."""
+        return library.packed_size(self.out_features, self.in_features, self.grouped.bits)
+
+    def pack(self, library: Library | None = None, memory: torch.Tensor | None = None) -> None:
+        """Convert the weights to a kernel's layout.
+
+        The original form stays only if the kernel does not support many rows.
+
+        Args:
+            library: The native library, if there is one.
+            memory: Of `packed_size` bytes; None allocates it.
+        """
         if library is not None:
-            self._kernel = _NativeKernel(self.grouped, library)
-            del self.grouped
-        elif has_kleidi():
-            self._kernel = _KleidiKernel(self.grouped)
+            if memory is None:
+                memory = torch.empty(self.packed_size(library), dtype=torch.uint8)
+            self._kernel = _NativeKernel(self.grouped, library, memory)
             del self.grouped
         elif self.out_features % _KERNEL_ROWS == 0:
             self._kernel = _Bfloat16Kernel(self.grouped)
 
     def native_matrix(self) -> Matrix:
-        """What the native library is told of it; it was packed for that."""
+        """Describe the linear, which must be packed for the native library, to that library."""
         if not isinstance(self._kernel, _NativeKernel):
             raise TypeError("a linear that was not packed for the native library")
         return self._kernel.with_bias(self.bias)
@@ -155,28 +165,28 @@ class GroupedLinear(nn.Module):
 
 
 class GroupedEmbedding(nn.Module):
-    """An embedding that expands the rows it is asked for."""
+    """An embedding that expands only the rows it looks up."""
 
     def __init__(
         self, weight: GroupedWeight, dtype: torch.dtype, scale: torch.Tensor | None = None
     ) -> None:
         super().__init__()
         self.grouped, self.dtype = weight, dtype
-        self.scale = scale  # Gemma multiplies its rows
+        self.scale = scale  # Gemma scales its embeddings
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look up."""
+        """Look up ids."""
         found = self.grouped.expanded(ids).to(self.dtype)
         return found if self.scale is None else found * self.scale.to(self.dtype)
 
 
 class GroupedExperts(nn.Module):
-    """GPT-OSS's experts as grouped linears; only those that were chosen for a row see it."""
+    """GPT-OSS's experts as grouped linears; each row is computed only by its chosen experts."""
 
     def __init__(
         self, original: Any, inner: Sequence[GroupedLinear], down: Sequence[GroupedLinear]
     ) -> None:
-        """Take for each expert gate and up as one, and down."""
+        """Take two linears per expert: gate and up joined, and down."""
         super().__init__()
         self.alpha, self.limit = original.alpha, original.limit
         self.inner, self.down = nn.ModuleList(inner), nn.ModuleList(down)
@@ -184,7 +194,7 @@ class GroupedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, router_indices: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Add up what each row's experts say of it."""
+        """Sum the weighted outputs of each row's experts."""
         result = torch.zeros_like(hidden_states)
         for expert in sorted(set(router_indices.flatten().tolist())):
             rows, places = torch.where(router_indices == expert)
@@ -202,17 +212,12 @@ class GroupedExperts(nn.Module):
 # -- kernels --------------------------------------------------------------------------------------
 
 
-def has_kleidi() -> bool:
-    """Whether torch has ARM's kernels for grouped integers."""
-    return bool(torch.backends.kleidiai.is_available())  # type: ignore[no-untyped-call]
-
-
 @dataclass(frozen=True, slots=True)
 class _Digits:
-    """A weight as 4-bit digits, ``(digit - 8) * scale``, plus for each group what is left of it.
+    """A weight as 4-bit digits, ``(digit - 8) * scale``, plus a remainder for each group.
 
-    Eight bits are two digits, ``16 * high + low``: a row of twice the length, multiplied with its
-    input side by side with itself.
+    An 8-bit integer is two digits, ``16 * high + low``: the row has twice the length and is
+    multiplied with the input repeated twice.
     """
 
     digits: torch.Tensor
@@ -230,21 +235,21 @@ class _Digits:
 
 
 class _NativeKernel:
-    """Our own, for float32: activations of sixteen bits, scales and biases of half precision.
+    """The native library's kernel: rounds activations to 16 bits; sums within a group are exact.
 
-    Those are multiples of a power of two, so that what a file has in sixteen bits stays exact.
+    Scales and biases are stored as float16 multiples of a power of two, so that the 16-bit values
+    of a file stay exact.
     """
 
     max_rows = sys.maxsize
 
-    def __init__(self, weight: GroupedWeight, library: Library) -> None:
-        self._library, size = library, (len(weight.scales), weight.num_columns)
+    def __init__(self, weight: GroupedWeight, library: Library, memory: torch.Tensor) -> None:
+        self._library, self._packed = library, memory
+        size = (len(weight.scales), weight.num_columns)
         packed = (weight.integers() if weight.biases is None else weight.packed).contiguous()
         scales, biases = (array.contiguous() for array in weight.steps())
         largest = float(2**weight.bits * scales.abs().max() + biases.abs().max())
         unit = 2.0 ** (math.ceil(math.log2(max(largest, _SMALLEST_STEP))) - _HALF_EXPONENT)
-        num_blocks = -(-size[0] // 4) * (size[1] // _GROUP)
-        self._packed = torch.empty(num_blocks * (16 + 16 * weight.bits), dtype=torch.uint8)
         library.pack(
             [array.data_ptr() for array in (packed, scales, biases)],
             (*size, weight.group, weight.bits),
@@ -253,7 +258,6 @@ class _NativeKernel:
         self._matrix = Matrix(self._packed.data_ptr(), None, weight.bits, *size, unit)
 
     def with_bias(self, bias: torch.Tensor | None) -> Matrix:
-        """Describe the matrix."""
         self._bias = None if bias is None else bias.float().contiguous()
         address = None if self._bias is None else self._bias.data_ptr()
         matrix = self._matrix
@@ -268,64 +272,15 @@ class _NativeKernel:
         return product
 
 
-class _KleidiKernel:
-    """ARM's kernel, for float32.
-
-    It rounds each row of activations to 256 steps between its least and its greatest, which would
-    cost more than the weights' four bits did. So a row is split into what such steps hold exactly
-    and the remainder, which is a row of its own: together they have sixteen bits. Two columns
-    without weight fix the steps.
-
-    It knows no biases. What is left of them is the same for all weights of a group, so it is
-    multiplied with the sum of the group's activations.
-    """
-
-    max_rows = sys.maxsize
-
-    def __init__(self, weight: GroupedWeight) -> None:
-        parts = _Digits.of(weight)
-        self._group, self._num_copies = weight.group, weight.bits // 4
-        self._rest = parts.rest.t().contiguous() if parts.rest.any() else None
-        self._ends = torch.tensor([-128.0, 127.0])
-        digits = functional.pad(parts.digits, (0, weight.group), value=8)
-        scales = functional.pad(parts.scales, (0, 1), value=1)
-        self._size = (digits.shape[1], len(digits))
-        self._packed = torch.ops.aten._dyn_quant_pack_4bit_weight(
-            _pairs(digits), scales.bfloat16(), None, weight.group, *self._size
-        )
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        num_rows = len(x)
-        both: torch.Tensor = torch.ops.aten._dyn_quant_matmul_4bit(
-            self._split(x), self._packed, self._group, *self._size
-        )
-        product = both[:num_rows].add_(both[num_rows:])
-        if self._rest is None:
-            return product
-        return product.addmm_(x.view(num_rows, -1, self._group).sum(dim=2), self._rest)
-
-    def _split(self, x: torch.Tensor) -> torch.Tensor:
-        num_rows, num_columns = x.shape
-        rows = x.new_zeros(2 * num_rows, self._size[0])
-        step = torch.linalg.vector_norm(x, torch.inf, dim=1, keepdim=True).div_(127)
-        step.clamp_min_(_SMALLEST_STEP)
-        rounded = torch.div(x, step).round_().mul_(step)
-        rows[:num_rows, -2:] = step * self._ends
-        for start in range(0, self._num_copies * num_columns, num_columns):
-            rows[:num_rows, start : start + num_columns] = rounded
-            torch.sub(x, rounded, out=rows[num_rows:, start : start + num_columns])
-        return rows
-
-
 class _Bfloat16Kernel:
-    """PyTorch's own, for bfloat16."""
+    """PyTorch's bfloat16 kernel."""
 
-    max_rows = 64  # more are faster with the weights expanded
+    max_rows = 64  # above this, expanded weights are faster
 
     def __init__(self, weight: GroupedWeight) -> None:
         parts, self._group, self._is_double = _Digits.of(weight), weight.group, weight.bits == 8
         rest = parts.rest
-        if self._is_double:  # in the first half alone, as the halves are added
+        if self._is_double:  # in the first half only, because the halves are added
             rest = torch.cat([rest, torch.zeros_like(rest)], dim=1)
         digits = parts.digits.to(torch.int32)
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(digits, 1)
@@ -341,7 +296,7 @@ class _Bfloat16Kernel:
 
 
 def _pairs(digits: torch.Tensor) -> torch.Tensor:
-    """Two digits a byte, the first in its lower half."""
+    """Pack two digits into each byte, the first in the lower half."""
     return digits[:, ::2] | (digits[:, 1::2] << 4)
 
 
@@ -349,12 +304,12 @@ def _pairs(digits: torch.Tensor) -> torch.Tensor:
 
 
 def is_grouped(config: Mapping[str, Any]) -> bool:
-    """Whether a model's config says that its weights are in groups."""
+    """Whether a model's config declares grouped weights."""
     return isinstance(config.get("quantization"), Mapping)
 
 
 def quantise_linears(model: nn.Module, bits: int) -> None:
-    """Put grouped linears in place of a model's own where their rows are made of whole groups."""
+    """Replace a model's linears by grouped ones where rows divide into whole groups."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and module.in_features % _GROUP == 0:
             weight = GroupedWeight.quantised(module.weight, bits)
@@ -362,10 +317,10 @@ def quantise_linears(model: nn.Module, bits: int) -> None:
 
 
 def load_grouped(directory: Path, dtype: torch.dtype, attention: str, *, is_kept: bool) -> Any:
-    """Load a model whose weights are in groups, and keep them so or expand them.
+    """Load a model with grouped weights; keep them grouped or expand them.
 
     Raises:
-        InvalidRequestError: they are not of 4 or 8 bits, or do not fit the model.
+        InvalidRequestError: they do not have 4 or 8 bits, or do not match the model.
     """
     model = empty_model(directory, dtype, attention)
     tensors = dict(read_tensors(directory))
@@ -385,19 +340,23 @@ def load_grouped(directory: Path, dtype: torch.dtype, attention: str, *, is_kept
 
 
 def empty_model(directory: Path, dtype: torch.dtype, attention: str) -> Any:
-    """The library's model, whose weights are not written to yet and take no room."""
+    """Create the transformers model with uninitialised weights, which take no memory yet."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # mlx-lm's, which transformers does not know
+        del config.quantization_config  # written by mlx-lm; transformers does not support it
     with no_init_weights():
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
 def take_weights(tensors: _Tensors, name: str, num_columns: int) -> list[GroupedWeight]:
-    """Take a linear's weight, or one for each expert, or refuse it."""
+    """Remove a linear's weight from `tensors` and return it, or one per expert.
+
+    Raises:
+        InvalidRequestError: the quantisation is not supported.
+    """
     packed, scales = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.scales")
     biases = tensors.pop(f"{name}.biases", None)
     bits, group = packed.shape[-1] * 32 // num_columns, num_columns // scales.shape[-1]
@@ -418,7 +377,7 @@ def take_weights(tensors: _Tensors, name: str, num_columns: int) -> list[Grouped
 
 
 def _load_experts(model: nn.Module, name: str, tensors: _Tensors, *, is_kept: bool) -> None:
-    """Load experts as mlx-lm writes them: gate and up apart, and a row for each output."""
+    """Load experts in mlx-lm's format: gate and up separate, one row per output."""
     module: Any = model.get_submodule(name)
     sizes = {"gate": module.hidden_size, "up": module.hidden_size, "down": module.intermediate_size}
     biases = [tensors.pop(f"{name}.{part}_proj.bias").to(module.down_proj.dtype) for part in sizes]
@@ -446,7 +405,7 @@ def _load_experts(model: nn.Module, name: str, tensors: _Tensors, *, is_kept: bo
 
 
 def _experts(tensors: _Tensors, name: str, num_columns: int) -> Sequence[Any]:
-    """Each expert's matrix, in groups or in full."""
+    """Return each expert's matrix, grouped or full."""
     if f"{name}.scales" in tensors:
         return take_weights(tensors, name, num_columns)
     return list(tensors.pop(f"{name}.weight"))
@@ -466,15 +425,15 @@ def _kept(weight: GroupedWeight, module: _Replaceable, bias: torch.Tensor | None
 def load_rest(
     model: Any, tensors: Mapping[str, torch.Tensor], *, is_assigned: bool = False
 ) -> None:
-    """Load what is not in groups, and let the head share the embedding's weights where it does.
+    """Load all weights that are not grouped, and tie the head to the embedding if the model does.
 
     Args:
-        model: Its weights are written to.
+        model: The model to load into.
         tensors: By name.
-        is_assigned: They take the weights' place, and are not copied.
+        is_assigned: Assign the tensors as parameters instead of copying them.
 
     Raises:
-        InvalidRequestError: they do not fit the model.
+        InvalidRequestError: they do not match the model.
     """
     result = model.load_state_dict(tensors, strict=False, assign=is_assigned)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -492,7 +451,7 @@ def load_rest(
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a model's files, which are read when they are looked at."""
+    """Yield all tensors of a model's files; their data is read on access."""
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # it is no mapping

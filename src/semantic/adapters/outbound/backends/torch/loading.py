@@ -1,6 +1,6 @@
-"""Loads a Hugging Face model for the torch backend, or says why it cannot be run.
+"""Loads a Hugging Face model for the torch backend, or explains why the backend cannot run it.
 
-Device, number format and thread count are chosen here: by measurement where that is possible.
+Chooses device, number format and thread count; measures where possible.
 """
 
 import json
@@ -9,8 +9,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -24,17 +24,17 @@ from semantic.adapters.outbound.backends.torch.attention import ATTENTION_NAME, 
 from semantic.adapters.outbound.backends.torch.cpu import Weights
 from semantic.adapters.outbound.backends.torch.decoding import Decoder, is_plain
 from semantic.adapters.outbound.backends.torch.grouped import (
-    has_kleidi,
     is_grouped,
     load_grouped,
     quantise_linears,
     read_tensors,
 )
-from semantic.adapters.outbound.backends.torch.native import Library, NativeBuild
+from semantic.adapters.outbound.backends.torch.native.library import Library
+from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.backends.torch.plain import read_plain
 from semantic.adapters.outbound.backends.torch.shares import Share, load_share
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.spec import Compute, LayerKind, ModelCacheSpec
+from semantic.domain.spec import Compute, ComputeHint, LayerKind, ModelCacheSpec
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 WeightsOption = Literal["auto"] | Weights
@@ -42,23 +42,26 @@ Device = Literal["auto", "cpu", "cuda"]
 
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_FAR_SLOWER = 4  # a format that takes so many times as long is not measured further
+_FAR_SLOWER = 4  # a format slower by this factor is not measured further
+_MUCH_SLOWER = 2  # a format slower by this factor is not chosen, even if stored KV cache has it
 
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
-    """How a model is run.
+    """How to run a model.
 
     Attributes:
-        dtype: Of weights and attention state; auto takes the faster one on this device.
-        device: auto takes CUDA where there is one.
-        weights: auto keeps weights that a file has in groups of 4 or 8 bits, on a CPU with kernels
-            for them and unless a dtype is asked for; full expands them. Fewer bits make few rows
-            faster and less exact; a CPU in bfloat16 or with ARM's kernels only.
-        num_threads: 0 takes OMP_NUM_THREADS, or as many as the process may use.
-        share: Which part of the model this process holds; None is all of it.
-        native: The library of decode steps, where one is wanted; an ARM CPU in float32 only.
-        pinned_bytes: On CUDA, state travels through so much pinned host memory; 0 is none.
+        dtype: Of weights and KV cache; auto selects the fastest on this device.
+        device: auto selects CUDA if available.
+        weights: auto keeps weights grouped if the file has them in groups of 4 or 8 bits, a CPU has
+            kernels for them and no dtype is requested; full expands them. int8 and int4 make small
+            batches faster and less exact; they need a CPU in bfloat16, or in float32 with the
+            native library.
+        num_threads: 0 means OMP_NUM_THREADS, or all cores that the process may use.
+        share: Which part of the model this process holds; None means all of it.
+        native: The library of linears and decode steps, for a CPU in float32; None disables it.
+        pinned_bytes: On CUDA, size of the pinned host memory for KV cache copies; 0 disables it.
+        hint: What earlier starts chose and stored, for dtype auto on a CPU.
     """
 
     dtype: DType = "auto"
@@ -68,18 +71,20 @@ class TorchOptions:
     share: Share | None = None
     native: NativeBuild | None = None
     pinned_bytes: int = 0
+    hint: ComputeHint = field(default_factory=ComputeHint)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was chosen for a model.
+    """The choices for a model.
 
     Attributes:
-        is_kept: The weights stay in groups as the file has them.
-        weights: What weights that are not in groups are quantised to.
-        reason: Why this dtype.
-        share: Which part of the model is held; None is all of it.
-        library: Of decode steps.
+        is_kept: Weights stay grouped as in the file.
+        weights: Format that ungrouped weights are quantised to.
+        reason: Why this dtype was chosen.
+        share: Which part of the model this process holds; None means all of it.
+        library: The C library of linears and decode steps, if used.
+        slow: Why a CPU runs without the C library; empty if it has it.
     """
 
     device: torch.device
@@ -89,10 +94,11 @@ class Plan:
     reason: str
     share: Share | None = None
     library: Library | None = None
+    slow: str = ""
 
     @property
     def number_format(self) -> str:
-        """Names how numbers are kept: state of one format is never used with another."""
+        """Identifies the number format: KV cache of one format is never used with another."""
         name, weights = str(self.dtype).removeprefix("torch."), self.weights
         if self.is_kept:
             return f"{name}.grouped"
@@ -100,44 +106,36 @@ class Plan:
 
     @property
     def is_packable(self) -> bool:
-        """Whether linears are packed for bfloat16."""
+        """Whether linears can be packed for bfloat16."""
         is_fit = self.device.type == "cpu" and self.dtype == torch.bfloat16 and cpu.has_bfloat16()
         return is_fit and self.share is None
-
-    @property
-    def has_arm_kernels(self) -> bool:
-        """Whether linears may be those of ARM's kernels."""
-        return self.device.type == "cpu" and self.dtype == torch.float32 and has_kleidi()
 
 
 def make_plan(directory: Path, options: TorchOptions) -> Plan:
     """Choose device, number format, weights and kernels for a model.
 
     Raises:
-        InvalidRequestError: this machine has not what is asked for.
+        InvalidRequestError: this machine does not support the options.
     """
-    plan = _make_plan(directory, options)
-    is_whole = plan.device.type == "cpu" and plan.share is None
-    is_native = is_whole and plan.dtype == torch.float32
-    library = options.native.library() if is_native and options.native else None
-    return replace(plan, library=library)
-
-
-def _make_plan(directory: Path, options: TorchOptions) -> Plan:
     device = choose_device(options.device)
     if options.share is not None:
         return _plan_of_share(directory, options, device)
+    native = options.native if device.type == "cpu" else None
+    library = native.library() if native else None
     weights: Weights = "full" if options.weights == "auto" else options.weights
     is_keepable = options.weights == options.dtype == "auto" and _is_grouped(directory)
-    if is_keepable and device.type == "cpu" and has_kleidi():
-        reason = "this CPU's kernels for quantised weights take it"
-        return Plan(device, torch.float32, True, weights, reason)
-    dtype, reason = choose_dtype(options.dtype, device)
+    if is_keepable and library is not None and not cpu.has_fast_bfloat16():
+        reason = "the native kernels for quantised weights take it"
+        return Plan(device, torch.float32, True, weights, reason, library=library)
+    dtype, reason = choose_dtype(options.dtype, device, options.hint)
     plan = Plan(device, dtype, False, weights, reason)
-    if weights != "full" and not plan.is_packable and not plan.has_arm_kernels:
+    if dtype == torch.float32 and native is not None:
+        plan = replace(plan, library=library, slow=native.reason)
+    if weights != "full" and not plan.is_packable and plan.library is None:
+        why = f" ({native.reason})" if native is not None and native.reason else ""
         raise InvalidRequestError(
             f"weights {weights} need a CPU that computes in bfloat16 (--dtype bfloat16), "
-            "or an ARM CPU in float32",
+            f"or the native library{why} and float32",
             param="weights",
         )
     return replace(plan, is_kept=is_keepable and plan.is_packable)
@@ -150,7 +148,7 @@ def _plan_of_share(directory: Path, options: TorchOptions, device: torch.device)
             "take the model as its makers published it, without --weights int8 or int4",
             param="shards",
         )
-    dtype, reason = choose_dtype(options.dtype, device)
+    dtype, reason = choose_dtype(options.dtype, device, options.hint)
     return Plan(device, dtype, False, "full", reason, options.share)
 
 
@@ -167,7 +165,7 @@ def choose_device(device: Device) -> torch.device:
     """Resolve the device.
 
     Raises:
-        InvalidRequestError: CUDA is asked for and there is none.
+        InvalidRequestError: CUDA is requested but not available.
     """
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
@@ -175,51 +173,85 @@ def choose_device(device: Device) -> torch.device:
     return torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
 
 
-def choose_dtype(dtype: DType, device: torch.device) -> tuple[torch.dtype, str]:
-    """Resolve the number format, and say why it was chosen."""
+def choose_dtype(
+    dtype: DType, device: torch.device, hint: ComputeHint | None = None
+) -> tuple[torch.dtype, str]:
+    """Resolve the number format; also returns the reason.
+
+    On a CPU, auto keeps the choice of an earlier start. Without one, it measures, and prefers the
+    format of the stored KV cache.
+    """
     if dtype != "auto":
         return getattr(torch, dtype), "it was asked for"
     if device.type == "cuda":
         if torch.cuda.is_bf16_supported():
             return torch.bfloat16, "this GPU computes in it"
         return torch.float16, "this GPU has no bfloat16"
-    return _fastest_dtype(torch.bfloat16, torch.float32)
+    hint, formats = hint or ComputeHint(), {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    known = hint.known
+    if known is not None and known.device == device.type and known.dtype in formats:
+        return formats[known.dtype], known.reason
+    seconds = _measure(tuple(formats.values()))
+    by_name = {name: seconds[found] for name, found in formats.items()}
+    name, reason = pick_dtype(by_name, hint.stored_dtypes)
+    return formats[name], reason
+
+
+def pick_dtype(seconds: Mapping[str, float], stored_dtypes: Sequence[str]) -> tuple[str, str]:
+    """Pick the fastest number format, or that of the stored KV cache unless it is much slower.
+
+    Args:
+        seconds: Time that the same work takes in each format.
+        stored_dtypes: Formats of the stored KV cache, the preferred one first.
+
+    Returns:
+        The format's name, and the reason.
+    """
+    fastest = min(seconds, key=seconds.__getitem__)
+    near = [dtype for dtype in seconds if seconds[dtype] < _MUCH_SLOWER * seconds[fastest]]
+    chosen = next((dtype for dtype in stored_dtypes if dtype in near), fastest)
+    ratios = [
+        f"{seconds[dtype] / seconds[chosen]:.1f} times as fast as {dtype}"
+        for dtype in seconds
+        if dtype != chosen
+    ]
+    measured = f"measured {' and '.join(ratios)}"
+    return chosen, measured if chosen == fastest else f"stored KV cache has it; {measured}"
 
 
 def choose_threads(num_threads: int) -> int:
-    """Resolve the thread count.
+    """Resolve the thread count: OMP_NUM_THREADS, or all cores of the process.
 
-    What OMP_NUM_THREADS says, or all of the process's cores: two threads decode 1.5 times as fast
-    as one, and since idle ones sleep they cost the HTTP side nothing.
+    Two threads decode 1.5 times as fast as one, and idle ones sleep, so they do not slow down the
+    HTTP side.
     """
     if num_threads:
         return num_threads
     if (asked := os.environ.get("OMP_NUM_THREADS", "")).isdigit() and int(asked):
         return int(asked)
-    if hasattr(os, "sched_getaffinity"):  # macOS has not
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def describe(plan: Plan) -> Compute:
-    """Say how a model that was loaded so is computed."""
+    """Describe how a model loaded by this plan is computed."""
     device, weights = plan.device.type, plan.weights
     kernels = "oneDNN with packed weights" if plan.is_packable else "PyTorch"
     if plan.library is not None:
-        kernels = "our own"
-    elif plan.has_arm_kernels and (plan.is_kept or weights != "full"):
-        kernels = "KleidiAI"
+        kernels = f"native, {plan.library.variant}"
     if plan.is_kept:
         kernels = f"{kernels}, weights quantised as in the file"
     elif weights != "full":
-        kernels = f"{kernels}, {weights}{'' if plan.has_arm_kernels else ' for few rows'}"
+        kernels = f"{kernels}, {weights}{' for few rows' if plan.library is None else ''}"
     num_threads = torch.get_num_threads() if device == "cpu" else 0
     dtype = str(plan.dtype).removeprefix("torch.")
-    return Compute(device, dtype, num_threads, kernels, plan.reason)
+    slow = f"without native kernels decoding is several times slower: {plan.slow}"
+    return Compute(device, dtype, num_threads, kernels, plan.reason, slow if plan.slow else "")
 
 
 def load_model(directory: Path, spec: ModelCacheSpec, plan: Plan) -> tuple[Any, Decoder | None]:
-    """Load a model with our attention in it, and what runs it in one call where it can be.
+    """Load a model with packed attention, and a `Decoder` if the C library can run it.
 
     Raises:
         InvalidRequestError: this backend cannot run the model.
@@ -240,7 +272,7 @@ def load_model(directory: Path, spec: ModelCacheSpec, plan: Plan) -> tuple[Any, 
 
 
 def _read_plain(directory: Path, spec: ModelCacheSpec, plan: Plan) -> Any:
-    """The model without the library's code, where decode steps in C are likely to run it."""
+    """Load the model without transformers if the C library may be able to run it."""
     if plan.library is None:
         return None
     tensors = dict(read_tensors(directory))
@@ -272,7 +304,7 @@ def _read_by_library(directory: Path, plan: Plan) -> Any:
 
 
 def _prepare_for_cpu(model: Any, spec: ModelCacheSpec, plan: Plan) -> Decoder | None:
-    if plan.weights != "full" and plan.has_arm_kernels:
+    if plan.weights != "full" and plan.library is not None:
         quantise_linears(model, bits=4 if plan.weights == "int4" else 8)
     if plan.dtype == torch.bfloat16:
         cpu.round_less(model)
@@ -286,14 +318,14 @@ def _prepare_for_cpu(model: Any, spec: ModelCacheSpec, plan: Plan) -> Decoder | 
 
 
 def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:
-    """The error that says why a model cannot be run here."""
+    """Build the error for a model that this backend cannot run."""
     return InvalidRequestError(
         f"the torch backend cannot run {spec.model_type}: {reason}", param="model"
     )
 
 
 def _why_not(model: Any) -> str | None:
-    """What of a model would make its results wrong, if anything."""
+    """Return why the model's results would be wrong; None if they are right."""
     if getattr(model, "_is_stateful", False):
         return "it keeps state outside attention; use --backend mlx"
     others = set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES
@@ -311,19 +343,19 @@ def _rope_types(config: Any) -> set[str]:
 
 
 def shorten_calls(model: nn.Module) -> None:
-    """Give each module a class whose call is its `forward`, without the machinery for hooks.
+    """Give each module a class whose call is its `forward`, without torch's hook machinery.
 
-    With one row an operation takes microseconds, and calling its module takes as long: a decode
-    step makes several hundred of these calls. What is computed stays the library's.
+    With one row an operation takes microseconds, and calling its module takes as long; a decode
+    step makes several hundred of these calls. The computation does not change.
     """
     for module in model.modules():
-        # Found here, children are not searched for among parameters and buffers first.
+        # As plain attributes, children are found without a search of parameters and buffers.
         vars(module).update(module.named_children())
         module.__class__ = _direct(type(module))  # type: ignore[arg-type]  # a class is hashable
 
 
 class _Direct:
-    """Calls `forward` and nothing else."""
+    """Calls `forward` without hooks."""
 
     forward: Callable[..., Any]
 
@@ -336,12 +368,12 @@ def _direct(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (_Direct, kind), {"__module__": kind.__module__})
 
 
-def _fastest_dtype(*dtypes: torch.dtype) -> tuple[torch.dtype, str]:
-    """The fastest of some formats and how much faster it is.
+def _measure(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, float]:
+    """Measure the same work in each format, in seconds.
 
-    Measured in turns, on one thread and by the best, so that a busy machine is fair to all. A CPU
-    that lacks a format emulates it, up to two hundred times slower and with a warning: two quick
-    tries are enough to see that.
+    Alternates the formats on one thread and takes the best times, so that other load affects all
+    equally. A CPU that lacks a format emulates it, up to two hundred times slower and with a
+    warning; two quick tries are enough to detect that.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -356,19 +388,13 @@ def _fastest_dtype(*dtypes: torch.dtype) -> tuple[torch.dtype, str]:
                 best |= {dtype: few[dtype] + many[dtype] for dtype in close}
     finally:
         torch.set_num_threads(num_threads)
-    fastest = min(close, key=best.__getitem__)
-    ratios = [
-        f"{best[dtype] / best[fastest]:.1f} times as fast as {str(dtype).removeprefix('torch.')}"
-        for dtype in dtypes
-        if dtype != fastest
-    ]
-    return fastest, f"measured {' and '.join(ratios)}"
+    return best
 
 
 def _best_seconds(
     dtypes: Sequence[torch.dtype], num_rows: int, num_rounds: int
 ) -> dict[torch.dtype, float]:
-    """How long a multiplication takes in each: one row as in decoding, many as in prefill."""
+    """Time a multiplication in each format: one row as in decoding, many as in prefill."""
     weights = {dtype: torch.ones(2048, 1024, dtype=dtype) for dtype in dtypes}
     best = dict.fromkeys(dtypes, math.inf)
     for _ in range(num_rounds):

@@ -1,8 +1,9 @@
-"""Llama-like models, built from their files alone.
+"""Builds Llama-like models from their files without transformers.
 
-To import the library's modelling code takes three seconds, most of a start. Of the families that
-decode steps in C are for, all that it says is here: what their parts are called in files, and what
-is done with them. Files that say anything else, or leave anything out, are the library's to read.
+Importing the transformers modelling code takes three seconds, most of the start time. This module
+implements the same forward pass for the families that the C decode steps support, with the
+parameter names of their files. If a file contains anything else or lacks anything, `read_plain`
+returns None and transformers loads the model.
 """
 
 import math
@@ -38,17 +39,17 @@ def read_plain(
     *,
     is_kept: bool,
 ) -> "PlainModel | None":
-    """Build a model; None if its files are not those of a family that is known here.
+    """Build a model; None if its files do not match a supported family.
 
     Args:
-        config: As the file has it.
-        spec: What windows its layers have.
+        config: Content of `config.json`.
+        spec: Gives the window of each layer.
         tensors: Of all files, by name.
-        dtype: Of what is not in groups.
-        is_kept: What is in groups stays so.
+        dtype: Of all weights that are not grouped.
+        is_kept: Keep grouped weights grouped; otherwise expand them.
 
     Raises:
-        InvalidRequestError: weights are quantised in a way that is not read here.
+        InvalidRequestError: the weights are quantised in an unsupported way.
     """
     rope = _rope(config)
     is_known = config.get("model_type") in _FAMILIES and config.get("hidden_act") == "silu"
@@ -63,7 +64,7 @@ def read_plain(
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The parameters of rotary positions; None if they are of a kind that is not known here."""
+    """Return the RoPE parameters; None if they are of an unsupported kind."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = {"rope_theta": config.get("rope_theta"), "partial_rotary_factor": 1.0, **given}
     rope["rope_type"] = given.get("rope_type", given.get("type", "default"))
@@ -73,10 +74,10 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 class _Parts:
-    """The tensors of files, taken one by one as modules; a KeyError is what does not fit.
+    """The tensors of the files, taken one by one as modules; a KeyError means a mismatch.
 
     Attributes:
-        left: Those that nobody took.
+        left: Tensors that no module has taken yet.
     """
 
     def __init__(
@@ -113,14 +114,14 @@ class _Parts:
         tensor = self.left.pop(name)
         if tensor.shape != shape:
             raise KeyError(name)
-        return tensor.to(self._dtype, copy=True)  # or it would be read from the file ever after
+        return tensor.to(self._dtype, copy=True)  # else it stays mapped to the file
 
 
 # -- modules, by the names that files have ---------------------------------------------------------
 
 
 class _Linear(nn.Linear):
-    """A linear over a weight that is there already."""
+    """A linear over an existing weight; does not initialise one."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         nn.Module.__init__(self)
@@ -131,7 +132,7 @@ class _Linear(nn.Linear):
 
 
 class PlainRMSNorm(nn.Module):
-    """Divides by the root of the mean square."""
+    """RMS norm."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
@@ -143,7 +144,7 @@ class PlainRMSNorm(nn.Module):
 
 
 class _Rotary(nn.Module):
-    """Cosines and sines of positions."""
+    """Computes the RoPE cosines and sines of positions."""
 
     def __init__(self, rope: Mapping[str, Any], dim: int) -> None:
         super().__init__()
@@ -162,7 +163,7 @@ class _Rotary(nn.Module):
 
 
 def _stretched(frequencies: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
-    """Llama 3.1's: low frequencies are divided, and those between gradually."""
+    """Scale the frequencies as Llama 3.1 does: divide low ones, and blend those in between."""
     length, factor = rope["original_max_position_embeddings"], rope["factor"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = length * frequencies / (2 * math.pi)
@@ -258,7 +259,7 @@ class _Base(nn.Module):
         *,
         use_cache: bool = False,
     ) -> SimpleNamespace:
-        del use_cache  # spans have it
+        del use_cache  # the spans hold the KV cache
         x = self.embed_tokens(input_ids)
         turns = self.rotary_emb(x, position_ids)
         for layer in self.layers:
@@ -267,7 +268,7 @@ class _Base(nn.Module):
 
 
 class PlainModel(nn.Module):
-    """A model that is called as the library's are."""
+    """A model with the call interface of the transformers models."""
 
     def __init__(
         self,
@@ -276,10 +277,10 @@ class PlainModel(nn.Module):
         rope: Mapping[str, Any],
         parts: _Parts,
     ) -> None:
-        """Take a model's parts.
+        """Build the model from its parts.
 
         Raises:
-            KeyError: one of them is not there, or is of another size.
+            KeyError: a part is missing or has another size.
         """
         super().__init__()
         dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -298,14 +299,14 @@ class PlainModel(nn.Module):
 
     @property
     def base_model(self) -> nn.Module:
-        """All but the head."""
+        """The model without its head."""
         return self.model
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head."""
+        """Return the head."""
         return self.lm_head
 
     def forward(self, *, logits_to_keep: torch.Tensor, **inputs: Any) -> SimpleNamespace:
-        """Run it over a packed row; the logits after some of its tokens."""
+        """Run the model over a packed row; returns the logits after the tokens to keep."""
         hidden = self.model(**inputs).last_hidden_state
         return SimpleNamespace(logits=self.lm_head(hidden[:, logits_to_keep]))

@@ -1,7 +1,8 @@
-"""A rank's share of a model: some heads and hidden units of each layer, as the library plans.
+"""Loads one rank's share of a model: some heads and hidden units of each layer.
 
-Linears that the library's plan divides by rows keep a rank's rows; those it divides by columns keep
-its columns, and the products of all ranks are added. Only a rank's share is ever read from files.
+The transformers library's tensor-parallel plan decides how each linear is divided. A linear divided
+by rows keeps the rank's rows. A linear divided by columns keeps the rank's columns, and an
+all-reduce adds the products of all ranks. Each rank reads only its own share from the files.
 """
 
 import fnmatch
@@ -18,22 +19,22 @@ from torch.nn import functional
 from semantic.adapters.outbound.backends.torch.grouped import empty_model, load_rest
 from semantic.domain.errors import InvalidRequestError
 
-_BY_ROWS, _BY_COLUMNS = "colwise", "rowwise"  # of the stored weight, which is transposed
+_BY_ROWS, _BY_COLUMNS = "colwise", "rowwise"  # the library's names; the stored weight is transposed
 _WHOLE = {"replicated_with_grad_allreduce", "replicated", "sequence_parallel"}
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which part of a model a process holds; its group of processes is set up."""
+    """Which part of a model this process holds. The process group is already initialised."""
 
     rank: int
     num_ranks: int
 
     def slice_of(self, length: int, name: str) -> slice:
-        """A rank's part of an axis.
+        """Return the rank's part of an axis.
 
         Raises:
-            InvalidRequestError: it cannot be divided.
+            InvalidRequestError: the axis cannot be divided evenly.
         """
         if length % self.num_ranks:
             reason = f"{name} has {length} rows or columns, which {self.num_ranks} do not divide"
@@ -43,10 +44,9 @@ class Share:
 
 
 class _SummedLinear(nn.Linear):
-    """Holds some columns of a weight; what all ranks make of theirs is added up."""
+    """Holds some columns of a weight; an all-reduce adds the products of all ranks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply, and add up."""
         product = functional.linear(x, self.weight)
         distributed.all_reduce(product)
         bias: torch.Tensor | None = self.bias
@@ -57,7 +57,7 @@ def load_share(directory: Path, dtype: torch.dtype, attention: str, share: Share
     """Load a rank's share of a model.
 
     Raises:
-        InvalidRequestError: the library does not say how to divide it, or its weights do not fit.
+        InvalidRequestError: the library has no plan for the model, or its weights do not match.
     """
     model = empty_model(directory, dtype, attention)
     styles = _styles(model)
@@ -70,10 +70,10 @@ def load_share(directory: Path, dtype: torch.dtype, attention: str, share: Share
 
 
 def _styles(model: Any) -> Mapping[str, str]:
-    """How the library divides each linear.
+    """Return how the library's plan divides each linear.
 
     Raises:
-        InvalidRequestError: it does not say, or in a way that is not known here.
+        InvalidRequestError: there is no plan, or it uses an unsupported style.
     """
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
     unknown = sorted(set(plan.values()) - {_BY_ROWS, _BY_COLUMNS} - _WHOLE)
@@ -93,7 +93,7 @@ def _styles(model: Any) -> Mapping[str, str]:
 
 
 def _divide(name: str, module: nn.Module, style: str, share: Share) -> dict[str, tuple[slice, ...]]:
-    """Make a linear that of a rank; returns which part of each of its tensors is read."""
+    """Reduce a linear to the rank's share; returns which slices of its tensors to read."""
     if not isinstance(module, nn.Linear):
         raise InvalidRequestError(
             f"the model cannot be sharded: {name} is no linear layer", param="shards"

@@ -1,12 +1,13 @@
-"""How many threads PyTorch gets for a step: as many as find a core of their own.
+"""How many threads PyTorch uses for a step: as many as have a core of their own.
 
-They wait for each other at the end of every operation, some hundred times a step, and spin.
-Where other programs take the cores, one of them is always waiting for its turn and all others wait
-with it: beside two busy loops on two cores, a step of five rows took four times as long with two
-threads as with one. So a thread is given up when the kernel lets them wait, and taken back when a
-core is idle. In float32 attention state was the same to the bit with one thread and two.
+PyTorch's threads synchronise at the end of every operation, some hundred times per step, by
+spinning. If other programs use the cores, one thread always waits to be scheduled and all others
+wait for it: beside two busy loops on two cores, a step of five rows took four times as long with
+two threads as with one. `ThreadCount` therefore removes a thread when the kernel makes them wait
+for a core, and adds one when a core is idle. In float32, the KV cache was bit-identical with
+one and two threads.
 
-Reads Linux's own counts; elsewhere the number stays as it was chosen.
+The counts come from Linux's `/proc`; elsewhere the number does not change.
 """
 
 import contextlib
@@ -17,21 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _LOOK_EVERY_S = 0.5
-_MOST_WAITING = 0.2  # of the time that our threads wanted to run
-_LEAST_RUNNING = 0.1  # of a core; who hardly ran has not seen whether there are cores
+_MOST_WAITING = 0.2  # share of the time that our threads were runnable
+_LEAST_RUNNING = 0.1  # of a core; below this the counts say nothing about free cores
 _IDLE_CORE = 0.7
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-_NICE, _IDLE, _IOWAIT = 2, 4, 5  # fields of a processor's line; the first is its name
+_NICE, _IDLE, _IOWAIT = 2, 4, 5  # fields of a CPU's line in /proc/stat; field 0 is its name
 
 
 @dataclass(frozen=True, slots=True)
 class CoreUse:
-    """What the kernel has counted so far, in seconds.
+    """The kernel's scheduling counts so far, in seconds.
 
     Attributes:
-        running: In which a thread of this process ran.
-        waiting: In which one could have run and had no core.
-        idle: In which a core of ours had nothing to do, or only what gives way to others.
+        running: Time in which threads of this process ran.
+        waiting: Time in which they were runnable and had no core.
+        idle: Time in which the process's cores were idle or ran only low-priority (nice) work.
     """
 
     running: float
@@ -40,7 +41,7 @@ class CoreUse:
 
 
 def read_core_use() -> CoreUse | None:
-    """Read the counts; None where there are none."""
+    """Read the counts; None if the system does not provide them."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         counts = [
             [int(word) for word in (task / "schedstat").read_text().split()]
@@ -60,7 +61,7 @@ def read_core_use() -> CoreUse | None:
 
 
 class ThreadCount:
-    """The number of threads of the next step."""
+    """Adapts the number of threads from step to step."""
 
     def __init__(
         self,
@@ -68,12 +69,12 @@ class ThreadCount:
         read: Callable[[], CoreUse | None] = read_core_use,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin with all of them.
+        """Start with the maximum.
 
         Args:
-            most: Never more than so many.
-            read: Counts of the kernel.
-            clock: In seconds.
+            most: The maximum number of threads.
+            read: Reads the kernel's counts.
+            clock: Returns the time in seconds.
         """
         self.number = most
         self._most = most
@@ -82,7 +83,7 @@ class ThreadCount:
         self._looked_at, self._last = clock(), read() if most > 1 else None
 
     def adapt(self) -> bool:
-        """Look around, now and then; True if the number changed."""
+        """Read the counts if enough time has passed, and adapt; True if the number changed."""
         now = self._clock()
         if self._last is None or now - self._looked_at < _LOOK_EVERY_S:
             return False
@@ -95,7 +96,7 @@ class ThreadCount:
         return has_changed
 
     def _next(self, seen: CoreUse, before: CoreUse, elapsed: float) -> int:
-        # A thread that has ended takes its counts along.
+        # The counts of a thread that has ended disappear, so the sums can decrease.
         running = max(seen.running - before.running, 0.0)
         waiting = max(seen.waiting - before.waiting, 0.0)
         is_busy = running > _LEAST_RUNNING * elapsed

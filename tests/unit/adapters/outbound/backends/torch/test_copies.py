@@ -2,18 +2,38 @@
 
 import pytest
 
+from semantic.domain.errors import CacheCorruptionError
+
 torch = pytest.importorskip("torch")
 copies = pytest.importorskip("semantic.adapters.outbound.backends.torch.copies")
 pinned = pytest.importorskip("semantic.adapters.outbound.backends.pinned")
 
-pytestmark = [
-    pytest.mark.unit,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.unit
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+class FailedEvent:
+    """What is left of a copy that the device did not make."""
+
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: invalid argument")
+
+    def synchronize(self) -> None:
+        self.query()
+
+
+def test_a_failed_copy_is_reported_to_its_reader_alone() -> None:
+    """Later copies look whether it is done, and must not fail because of it."""
+    arriving = copies.ArrivingBytes(memoryview(b"1234"), FailedEvent())
+    assert arriving.is_there
+    assert arriving.nbytes == 4
+    with pytest.raises(CacheCorruptionError, match="invalid argument"):
+        arriving.wait()
+
+
+@needs_cuda
 def test_what_leaves_is_as_it_was_when_it_was_asked_for() -> None:
-    """The sequence goes on at once, and is written over."""
+    """The sequence continues at once, and its buffers are overwritten."""
     made = copies.DeviceCopies(pinned.shared_memory(2**28), torch.device("cuda"))
     state = torch.randn((4, 2, 3000, 64), device="cuda", dtype=torch.bfloat16)
     expected = [state[[0, 3], :, 17:256].cpu(), state.cpu()]
@@ -27,6 +47,7 @@ def test_what_leaves_is_as_it_was_when_it_was_asked_for() -> None:
     made.finish()
 
 
+@needs_cuda
 def test_without_memory_nothing_is_copied() -> None:
     memory = pinned.PinnedMemory(lambda *_: True, slab=2**16, limit=2**16)
     made = copies.DeviceCopies(memory, torch.device("cuda"))

@@ -1,16 +1,16 @@
-"""One query a row over keys of unlike lengths, as a kernel of our own for MLX's CUDA build.
+"""Attention with one query per row over keys of different lengths, as a custom CUDA kernel.
 
-MLX's kernels there take no mask that differs by row, and written out as two multiplications and a
-softmax it is five operations, each of which costs the host some ten microseconds. This one is told
-where the keys and values of each group of rows are, and reads each row to its own length, so that
-padding costs nothing, all rows of a step are one operation, and nobody has to be copied beside
-others to be computed with them. A block of threads attends over one chunk of one row's tokens for
-all query heads that share the keys; a second kernel weighs a row's chunks. By the plan each block
-gets about as much as the others, and there are about so many as the device runs at once.
+MLX's CUDA kernels support no mask per row, and two multiplications and a softmax are five
+operations, each of which costs the host about ten microseconds. This kernel takes the addresses of
+the keys and values of each group of rows, and reads each row up to its own length. So padding costs
+nothing, all rows of a step are one operation, and no row must be copied next to others to be
+batched with them. A block of threads attends over one chunk of one row's tokens for all query heads
+that share the keys; a second kernel combines a row's chunks. The plan gives all blocks about the
+same work, and makes about as many blocks as the device runs at once.
 
-Where arrays are is a table of addresses that a kernel writes down. MLX keeps an array where it is
-as long as somebody refers to it: whoever keeps a table keeps the arrays, and makes another when
-he changes them.
+A kernel writes the arrays' addresses into a table. MLX does not move an array while it is
+referenced: the holder of a table must keep the arrays alive, and make a new table when the
+arrays change.
 """
 
 import functools
@@ -26,15 +26,15 @@ from semantic.adapters.outbound.backends.mlx.cuda.kernels import HEADER, Kernel
 from semantic.adapters.outbound.backends.mlx.cuda.rope import PREPARE, HeadNorms, Held
 
 MAX_GROUPS = 1024  # of a step
-TILE = 16  # tokens that a warp attends over at once
+TILE = 16  # tokens that a warp processes at once
 
 _THREADS = 128
 _DIMS = (64, 128, 256)  # of a head
 _MAX_SHARED = 8  # query heads per key head: the columns of a tensor core's tile
-_SIZES = range(256, 2049, 128)  # of a chunk, at most
-_SETUP = 64  # tokens that could be read while a block of threads starts and ends
-_AT_ONCE = 3 * 132  # blocks of threads that a H100 runs
-_CHUNKS_STEP = 32  # their number is a multiple of this
+_SIZES = range(256, 2049, 128)  # candidates for the maximum size of a chunk, in tokens
+_SETUP = 64  # cost of starting and ending a block, in tokens that could be read meanwhile
+_AT_ONCE = 3 * 132  # blocks of threads that an H100 runs at once
+_CHUNKS_STEP = 32  # the number of chunks is a multiple of this
 
 _HELPERS = """
 template <typename T>
@@ -48,9 +48,9 @@ __device__ inline uint4 load(const void* from, bool is_there) {
 }
 """
 
-# Thread (g, c) of a warp holds row g and columns 2c, 2c+1, 2c+8, 2c+9 of a tile. Which dimension of
-# a head is which column does not matter as long as queries and keys agree, so each thread reads 16
-# bytes in a row. Weights come out of the first product as the second one takes them.
+# Thread (g, c) of a warp holds row g and columns 2c, 2c+1, 2c+8, 2c+9 of a tile. The order of a
+# head's dimensions does not matter as long as queries and keys agree, so each thread reads 16
+# consecutive bytes. The first product's output has the layout that the second one takes.
 _CHUNKS = """
     constexpr int WARPS = 4, PIECES = DIM / 32, BLOCKS = DIM / 64;
     constexpr float LEAST = -3.4e38f;
@@ -220,17 +220,17 @@ _ADDRESSES = """
 """
 
 
-# -- who reads what ----------------------------------------------------------------------------
+# -- plans -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which block of threads computes what.
+    """Assigns work to blocks of threads.
 
     Attributes:
-        chunks: By block its row, the first token, how many, and the row's place and group.
+        chunks: By block its row, first token, number of tokens, and the row's place and group.
         firsts: The first block of each row, and one past the last.
-        places: See `rope.keep`; None where each row is a sequence of its own.
+        places: See `rope.keep`; None if each row is a separate sequence.
     """
 
     chunks: Array
@@ -245,11 +245,11 @@ def make_plan(
     *,
     has_few_sizes: bool = False,
 ) -> Plan:
-    """Plan a step over groups of rows, given how many tokens each row looks at: at least one.
+    """Plan a step over groups of rows, given how many tokens (at least one) each row attends to.
 
-    `places` says which row of its group's arrays that is: without it the first, the second, ...
-    There are blocks that do nothing at the end: steps come in fewer sizes that way, and in very
-    few if so wanted.
+    `places` gives each row's index in its group's arrays; by default the first, the second, ...
+    Blocks without work are added at the end, so that steps come in fewer sizes; with
+    `has_few_sizes` the number of blocks is a power of two.
     """
     most = _most_tokens([length for rows in lengths for length in rows], num_key_heads)
     chunks: list[tuple[int, int, int, int]] = []
@@ -272,7 +272,7 @@ def make_plan(
 
 
 def _most_tokens(lengths: Sequence[int], num_key_heads: int) -> int:
-    """How many tokens to give a block of threads so that the last to start end with the others."""
+    """Return the tokens per block that balance the last blocks with the others."""
 
     def cost(size: int) -> int:
         num_blocks = num_key_heads * sum(-(-length // size) for length in lengths)
@@ -285,7 +285,7 @@ def _most_tokens(lengths: Sequence[int], num_key_heads: int) -> int:
 
 
 def can_attend(queries: Array, keys: Array, values: Array) -> bool:
-    """Whether the kernel takes such arrays, judged by shape and number format."""
+    """Whether the kernel supports these arrays, by shape and number format."""
     dim, num_shared = queries.shape[-1], queries.shape[1] // keys.shape[1]
     return (
         queries.dtype in (mx.bfloat16, mx.float16)
@@ -298,11 +298,11 @@ def can_attend(queries: Array, keys: Array, values: Array) -> bool:
 
 
 def addresses(pairs: Sequence[Sequence[Array]]) -> Array:
-    """Where keys and values ``[rows, key heads, room, dim]`` are: ``[pairs or more, 3]``.
+    """Return the addresses of keys and values ``[rows, key heads, room, dim]``.
 
-    The arrays are contiguous.
+    The arrays must be contiguous. The table has the shape ``[pairs or more, 3]``.
     """
-    count = 1 << (len(pairs) - 1).bit_length()  # so that few kernels are compiled
+    count = 1 << (len(pairs) - 1).bit_length()  # a power of two, so that few kernels are compiled
     padded = [*pairs, *[pairs[0]] * (count - len(pairs))]
     rooms = mx.array([keys.shape[2] for keys, _ in padded], mx.int64)
     (table,) = _addresses_kernel(count)(
@@ -316,13 +316,13 @@ def addresses(pairs: Sequence[Sequence[Array]]) -> Array:
 
 
 def attend(queries: Array, held: Held, plan: Plan, scale: float) -> Array:
-    """Attend with one query a row.
+    """Attend with one query per row.
 
     Args:
         queries: ``[rows, heads, 1, dim]``
-        held: What to attend over.
-        plan: Of its groups.
-        scale: Of the scores.
+        held: Keys and values to attend over.
+        plan: Plan of the step.
+        scale: Factor of the scores.
     """
     return _run(_chunks_kernel(scale), queries, queries.shape[1], held, plan, [])
 
@@ -335,17 +335,17 @@ def keep_and_attend(
     plan: Plan,
     scale: float,
 ) -> Array:
-    """Put each row's new key and value in their place, its last one, then attend with its query.
+    """Store each row's new key and value at its last position, then attend with its query.
 
-    The groups' arrays are written to: nothing else may share their memory.
+    Writes to the groups' arrays in place: nothing else may share their memory.
 
     Args:
-        heads: Queries, keys and values ``[rows, all heads, 1, dim]``, not yet normed or turned.
-        angles: By which to turn, by row.
+        heads: Queries, keys and values ``[rows, all heads, 1, dim]``, before norms and RoPE.
+        angles: RoPE cosines and sines, by row.
         norms: Of queries and keys.
-        held: What to attend over, with room for the new ones.
-        plan: Of its groups, the new tokens among them.
-        scale: Of the scores.
+        held: Keys and values to attend over, with room for the new ones.
+        plan: Plan of the step, including the new tokens.
+        scale: Factor of the scores.
     """
     num_heads = heads.shape[1] - 2 * held.num_key_heads
     eps = None if norms is None else norms.eps

@@ -1,4 +1,4 @@
-"""A decode step's attention by our own kernel for MLX's CUDA build, all groups of rows together."""
+"""Attention of a decode step by the custom CUDA kernel, all groups of rows together."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from semantic.adapters.outbound.backends.mlx.groups import Group, GroupStep
 
 
 class KernelStep:
-    """What the layers of a step have in common: who reads what, and by which angles heads turn."""
+    """Data that all layers of a step share: the attention plan, addresses and RoPE angles."""
 
     def __init__(
         self,
@@ -25,13 +25,13 @@ class KernelStep:
         find: Callable[[Sequence[Group]], Array],
         plans: Mapping[tuple[int, int], Plan] | None = None,
     ) -> None:
-        """Plan nothing yet.
+        """Create a step; plans are made on demand.
 
         Args:
             steps: All groups of the step.
             positions: Of the new token, by row.
-            find: Tells where groups' arrays are; see `RowGroups.table`.
-            plans: What is planned already, by window and number of key heads.
+            find: Returns the addresses of groups' arrays; see `RowGroups.table`.
+            plans: Existing plans, by window and number of key heads.
         """
         self._steps = steps
         self.positions = positions
@@ -42,19 +42,19 @@ class KernelStep:
 
     @property
     def table(self) -> Array:
-        """Where the groups' arrays are, by layer and group."""
+        """Addresses of the groups' arrays, by layer and group."""
         if self._known_table is None:
             self._known_table = self._find([step.group for step in self._steps])
         return self._known_table
 
     def can_attend(self, queries: Array, keys: Array, values: Array) -> bool:
-        """Whether the kernel runs here and takes such arrays."""
+        """Whether the kernel is available and supports these arrays."""
         return cuda.is_available() and cuda_attention.can_attend(queries, keys, values)
 
     def attend(
         self, part: Part, queries: Array, groups: Sequence[Sequence[Array]], scale: float
     ) -> Array:
-        """One query a row over keys and values, by group: whole arrays of theirs."""
+        """Attend with one query per row over keys and values, each group's whole arrays."""
         num_key_heads = groups[0][0].shape[1]
         table = cuda_attention.addresses(groups)[None]
         held = Held(table, 0, num_key_heads)
@@ -69,17 +69,18 @@ class KernelStep:
         norms: HeadNorms | None,
         scale: float,
     ) -> Array:
-        """The same with heads as a layer makes them, whose keys and values are kept on the way.
+        """Store the new keys and values, and attend with the new queries.
 
-        Not for rings: what a ring's new token takes the place of may still be looked at.
+        Not for rings: other rows may still attend to the token that a ring's new token replaces.
 
         Args:
-            place: Of the part among all.
+            place: Index of the part.
             part: Not a ring.
-            heads: Queries, keys and values ``[rows, all heads, 1, dim]``.
-            rope: The library's module that turns the first two.
-            norms: Of the first two, before that.
-            scale: Of the scores.
+            heads: Queries, keys and values ``[rows, all heads, 1, dim]``, as the layer computes
+                them.
+            rope: The library's RoPE module for queries and keys.
+            norms: Norms of queries and keys, applied before RoPE.
+            scale: Factor of the scores.
         """
         held = Held(self.table, place, part.shapes[0][0])
         plan, angles = self.plan(part, held.num_key_heads), self._angles(rope, heads.shape[-1])
@@ -94,7 +95,7 @@ class KernelStep:
         return self._known_angles[id(rope)]
 
     def plan(self, part: Part, num_key_heads: int) -> Plan:
-        """How our kernel goes about the step, by window and number of key heads."""
+        """Return the attention plan of the step, by window and number of key heads."""
         key = (part.window, num_key_heads)
         if key not in self._known_plans:
             lengths = [step.lengths(part) for step in self._steps]

@@ -1,4 +1,4 @@
-"""MLX's CUDA build: whether it is in use, and whether our kernels for it are."""
+"""Reports whether MLX's CUDA build is in use, and whether the custom kernels can run."""
 
 import functools
 
@@ -6,8 +6,8 @@ import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.cuda import kernels
 
-_AMPERE = 8  # the first generation with these tiles
-_UNUSED_SHARE = 3  # this part of the device's memory, at most
+_AMPERE = 8  # the first generation that supports the kernels' tiles
+_UNUSED_SHARE = 3  # MLX caches at most one part in this many of the device's memory
 
 
 def is_in_use() -> bool:
@@ -16,15 +16,15 @@ def is_in_use() -> bool:
 
 
 def is_available() -> bool:
-    """Whether the device runs the kernels."""
+    """Whether the device can run the custom kernels."""
     return is_in_use() and _generation() >= _AMPERE and kernels.can_compile()
 
 
 def bound_unused_memory() -> None:
-    """Let MLX keep less of what nobody uses: to give all of it back takes a third of a second.
+    """Limit the unused memory that MLX caches: releasing all of it takes a third of a second.
 
-    It should be enough for prompts of all sizes: to give some back, for others, waits for the
-    device.
+    The limit should suffice for prompts of all sizes, because releasing some for a new size waits
+    for the device.
     """
     if is_in_use() and (whole := int(mx.device_info().get("total_memory", 0))):
         mx.set_cache_limit(whole // _UNUSED_SHARE)

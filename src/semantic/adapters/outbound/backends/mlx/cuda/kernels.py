@@ -1,9 +1,9 @@
-"""Our own kernels, compiled by NVRTC and run by MLX.
+"""Custom kernels, compiled by NVRTC and run by MLX.
 
-MLX would compile them itself, one at a time and two seconds each in every process, since its own
-headers stand before each of them. With nothing but CUDA's number formats there it is a tenth of
-a second. What MLX is told of a compiled kernel are its arrays and a few numbers: an array's shape
-is among the numbers where a kernel wants to know it, and all arrays are contiguous.
+MLX would compile them itself, one at a time and two seconds each in every process, because it puts
+its own headers before each of them. With only the headers of CUDA's number formats, compiling takes
+a tenth of a second. MLX passes arrays and a few integers to a compiled kernel: array shapes that a
+kernel needs are among the integers, and all arrays are contiguous.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from semantic.adapters.outbound.backends.mlx.caches import Array
 
 _LOG = logging.getLogger(__name__)
 
-_LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")  # which MLX has loaded
+_LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")  # already loaded by MLX
 _FORMATS = {
     mx.bfloat16: "__nv_bfloat16",
     mx.float16: "__half",
@@ -42,7 +42,7 @@ typedef long long Int64;
 #define int64_t Int64
 """
 
-# A tile of 16 times 16 numbers, by one of 16 times 8, added to one of 16 times 8.
+# Multiplies a 16x16 tile by a 16x8 tile and adds the product to a 16x8 tile.
 HEADER = """
 template <typename A, typename B> struct IsSame { static constexpr bool value = false; };
 template <typename A> struct IsSame<A, A> { static constexpr bool value = true; };
@@ -69,7 +69,7 @@ __device__ inline void multiply(
 
 @dataclass
 class Compiled:
-    """How many kernels this process has compiled, and how long that took."""
+    """Number of kernels that this process has compiled, and the time in seconds."""
 
     count: int = 0
     seconds: float = 0.0
@@ -79,22 +79,22 @@ COMPILED = Compiled()
 
 
 def report_compiled() -> None:
-    """Say how many kernels were compiled while a model was loaded."""
+    """Log how many kernels were compiled while a model was loaded."""
     if COMPILED.count:
         _LOG.info("compiled %d kernels in %.1f s", COMPILED.count, COMPILED.seconds)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel that is compiled when it is first called.
+    """A kernel that is compiled at its first call.
 
     Attributes:
-        inputs: Names of the arrays it is given.
-        outputs: Names of those it makes.
-        source: The body of the function.
-        header: What stands before it.
-        numbers: Names of whole numbers that it is told last.
-        is_copying: Arrays that are not contiguous are copied first.
+        inputs: Names of the input arrays.
+        outputs: Names of the output arrays.
+        source: Body of the function.
+        header: Source before the function.
+        numbers: Names of the integer arguments, which come last.
+        is_copying: Whether arrays that are not contiguous are copied first.
     """
 
     name: str
@@ -117,16 +117,16 @@ class Kernel:
         numbers: Sequence[int] = (),
         stream: Any = None,
     ) -> list[Array]:
-        """Run it, lazily. The arrays' number formats must follow from the template's.
+        """Run the kernel, lazily. The template must determine the arrays' number formats.
 
         Args:
-            inputs: By name.
-            template: Formats and whole numbers that are written into the source.
-            grid: Threads in all.
-            threadgroup: Threads of a block.
-            outputs: Shape and format of each.
-            numbers: By name.
-            stream: Where it runs; None is the usual one.
+            inputs: In the order of the names.
+            template: Number formats and integers to insert into the source.
+            grid: Total number of threads.
+            threadgroup: Threads per block.
+            outputs: Shape and format of each output.
+            numbers: In the order of the names.
+            stream: Stream to run on; None means the default.
         """
         shapes, made_formats = zip(*outputs, strict=True)
         key = tuple(template.values())
@@ -171,7 +171,7 @@ def compile_source(name: str, source: str) -> bytes:
     """Compile for the device.
 
     Raises:
-        RuntimeError: the compiler does not take it, or is not there.
+        RuntimeError: the compiler rejects the source, or is not available.
     """
     started = time.perf_counter()
     library, program = _compiler(), ctypes.c_void_p()
@@ -205,7 +205,7 @@ def _read(size_of: Any, copy: Any, program: ctypes.c_void_p) -> bytes:
 
 @functools.cache
 def can_compile() -> bool:
-    """Whether kernels compile here; else all is left to MLX's own."""
+    """Whether kernels can be compiled; otherwise only MLX's own kernels are used."""
     source = f'{_BEGINNING}extern "C" __global__ void probe(float* out) {{ out[0] = 1; }}'
     try:
         compile_source("probe", source)
@@ -227,7 +227,7 @@ def _compiler() -> ctypes.CDLL | None:
 
 @functools.cache
 def include_paths() -> list[str]:
-    """Where CUDA's headers may be: a toolkit's, or those that pip brought beside MLX."""
+    """Return directories with CUDA's headers: of a toolkit, or of pip packages beside MLX."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     paths = [Path(home) / "include" for home in (*homes, "/usr/local/cuda") if home]
     packages = Path(mx.__file__).parent.parent / "nvidia"

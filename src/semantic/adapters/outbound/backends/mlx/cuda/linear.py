@@ -1,15 +1,16 @@
-"""Linear layers as they are fastest on MLX's CUDA build: a kernel of our own, and layers joined.
+"""Fast linear layers for MLX's CUDA build: a custom kernel for few rows, and joined layers.
 
-With one row MLX has a kernel for it. With two and more it asks cuBLAS, which is as fast on the
-device but costs the host half as much again, and it is the host that a step waits for. Here a block
-of threads takes a strip of the matrix and all rows at once, in tiles of eight: its warps share the
-strip's columns among them, and add up what they found at the end. What models do to the rows just
-before or just after is done on the way, where asked for: it would be an operation of its own
-otherwise. A norm is within for one tile of rows: with more it fills the registers, and 32 layers of
-sixteen rows take 6.9 instead of 4.5 ms, of thirty-two 7.4 instead of 5.2.
+MLX has its own kernel for one row. For two and more it calls cuBLAS, which is as fast on the device
+but costs the host half as much again, and a decode step is bound by the host. Here a block of
+threads computes a strip of the matrix for all rows at once, in tiles of eight: its warps divide the
+strip's columns and add their sums at the end. The kernel can also apply the operations just before
+and after the multiplication, which would be separate operations otherwise. It applies a norm for
+one tile of rows only: with more tiles the norm fills the registers, and 32 layers take 6.9 instead
+of 4.5 ms for sixteen rows, and 7.4 instead of 5.2 ms for thirty-two.
 
-Small matrices leave the memory idle, so layers that are given the same input are joined to one. The
-model's code stays as it is: it still calls each layer, and the first call computes for the others.
+Small matrices do not use the full memory bandwidth, so layers with the same input are joined into
+one. The model's code does not change: it still calls each layer, and the first call computes for
+the others.
 """
 
 import functools
@@ -24,23 +25,23 @@ from semantic.adapters.outbound.backends.mlx.caches import Array
 from semantic.adapters.outbound.backends.mlx.cuda.kernels import HEADER, Kernel
 from semantic.adapters.outbound.backends.mlx.runtime import import_library
 
-MAX_ROWS = 32  # four tiles: with more, what is given takes longer to read than the weights
-MAX_STEP_ROWS = 256  # that layers of ours take, by cuBLAS beyond that
+MAX_ROWS = 32  # four tiles: with more, reading the input takes longer than reading the weights
+MAX_STEP_ROWS = 256  # most rows of the custom layers; above MAX_ROWS they use cuBLAS
 
-_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # of one input
-_HEIGHT = 16  # of a strip: a tile's
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers with the same input
+_HEIGHT = 16  # of a strip; the height of a tile
 _TILE_ROWS = 8
-_TILES = (1, 2, MAX_ROWS // _TILE_ROWS)  # each is a kernel of its own
+_TILES = (1, 2, MAX_ROWS // _TILE_ROWS)  # a separate kernel is compiled for each
 _WARPS = 8
-_STEP = 32  # columns that a warp takes at once
+_STEP = 32  # columns that a warp processes at once
 
-# Thread (g, c) of a warp holds rows g and g + 8 of the strip, and row g of what is given. Which
-# column is which does not matter as long as both agree, so each thread reads 16 bytes in a row.
-# Numbers are written into the source since MLX writes out a kernel's arguments at every call.
+# Thread (g, c) of a warp holds rows g and g + 8 of the strip, and row g of the input. The order of
+# columns does not matter as long as both agree, so each thread reads 16 consecutive bytes.
+# Constants are part of the source, because MLX writes out a kernel's arguments at every call.
 #
-# A root mean square is the same for all columns, so rows are divided by it at the end; their
-# squares are what tensor cores leave on the diagonal when they multiply the rows by themselves.
-# Of gated layers, the strip's first eight rows are gates and the others what they let through.
+# The root mean square is the same for all columns, so rows are divided by it at the end. The sums
+# of squares are on the diagonal of the rows' product with themselves, computed by tensor cores.
+# In gated layers, the strip's first eight rows are gates and the others the gated values.
 _SOURCE = (
     f"constexpr int HEIGHT = {_HEIGHT}, WARPS = {_WARPS}, STEP = {_STEP};"
     """
@@ -146,14 +147,14 @@ __device__ inline uint4 product(uint4 one, uint4 two) {
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A root-mean-square norm of the rows."""
+    """An RMS norm of the rows."""
 
     factors: Array
     eps: float
 
 
 def can_multiply(given: Array, weight: Array) -> bool:
-    """Whether the kernel takes such arrays and is worth it: one token each for a few rows."""
+    """Whether the kernel supports these arrays and is faster: one token each for a few rows."""
     return (
         given.ndim == 3
         and given.shape[1] == 1
@@ -175,12 +176,12 @@ def multiply(
     """Multiply ``[rows, 1, columns]`` by the transpose of ``[outputs, columns]``.
 
     Args:
-        given: What is multiplied.
-        weight: Of a linear layer.
-        norm: Of what is given, first.
-        added: To what comes out, last: a bias, or rows like the outcome.
-        is_gated: The weights are those of SwiGLU's gate, and below them of what it lets through;
-            half as many outputs come out.
+        given: Input rows.
+        weight: Weight of a linear layer.
+        norm: Norm to apply to the input first.
+        added: Added to the result: a bias, or rows of the result's shape.
+        is_gated: The weight consists of SwiGLU's gate and, below it, the gated values; the result
+            has half as many outputs.
     """
     num_rows = given.shape[0]
     if norm is not None and num_rows > _TILE_ROWS:
@@ -205,7 +206,7 @@ def multiply(
 
 
 def _multiply_many(given: Array, weight: Array, added: Array | None, *, is_gated: bool) -> Array:
-    """The same by cuBLAS."""
+    """Multiply by cuBLAS."""
     rows = given[:, 0]
     if added is not None and not is_gated:
         return mx.addmm(added if added.ndim == 1 else added[:, 0], rows, weight.T)[:, None]
@@ -245,7 +246,7 @@ def _kernel(eps: float | None, is_added: bool, is_bias: bool, is_gated: bool) ->
 
 
 class JoinedLinears:
-    """The weights of several layers below each other."""
+    """The concatenated weights of several layers."""
 
     def __init__(self, whole: Any, sizes: Sequence[int]) -> None:
         self.whole = whole
@@ -254,18 +255,18 @@ class JoinedLinears:
         self._outputs: dict[int, Array] = {}
 
     def output(self, index: int, given: Array) -> Array:
-        """What a layer makes of an input; right for any, once for all layers if they share it."""
+        """Return a layer's output; computes all layers at once if they share the input."""
         if self._input is not given or index not in self._outputs:
             pieces = mx.split(self.whole(given), self.ends[:-1], axis=-1)
             self._input, self._outputs = given, dict(enumerate(pieces))
         output = self._outputs.pop(index)
         if not self._outputs:
-            self._input = None  # nothing is kept beyond the last call
+            self._input = None  # keep no arrays beyond the last call
         return output
 
 
 class LinearPart:
-    """Stands for one of the layers."""
+    """Replaces one of the joined layers."""
 
     def __init__(self, joined: JoinedLinears, index: int) -> None:
         self._joined = joined
@@ -288,7 +289,7 @@ class LinearPart:
 
 
 def use_own_kernel(model: Any) -> None:
-    """Let unquantised layers, the head included, multiply a few rows by our own kernel."""
+    """Use the custom kernel for few rows in unquantised layers, including the head."""
     kinds = _own_kinds()
     for module in model.modules():
         if type(module) in kinds:
@@ -296,10 +297,10 @@ def use_own_kernel(model: Any) -> None:
 
 
 def mend_experts(model: Any) -> None:
-    """Let unquantised experts be multiplied one row after another.
+    """Multiply unquantised experts one row after another.
 
-    Told that rows are sorted by expert, MLX 0.32.4 takes another kernel, whose numbers are at times
-    those of other rows.
+    If rows are declared as sorted by expert, MLX 0.32.4 uses another kernel that sometimes returns
+    the results of other rows.
     """
     base, mended = _expert_kinds()
     for module in model.modules():
@@ -308,14 +309,14 @@ def mend_experts(model: Any) -> None:
 
 
 def join_linears(model: Any) -> int:
-    """Join what a model keeps apart, one set at a time so that memory does not double.
+    """Join layers that share an input, one set at a time so that memory does not double.
 
-    Quantised layers stay as they are.
+    Quantised layers stay unchanged.
 
     Returns:
-        How many sets were joined.
+        The number of joined sets.
     """
-    # Only those above the layers, so that this list keeps no weights alive.
+    # Only the parent modules, so that this list keeps no weights alive.
     parents = [
         (module, names)
         for _, module in model.named_modules()
@@ -344,12 +345,12 @@ def _join(module: Any, names: Sequence[str]) -> None:
     joined = JoinedLinears(whole, [layer.weight.shape[0] for layer in layers])
     for index, name in enumerate(names):
         setattr(module, name, LinearPart(joined, index))
-    module["_".join(names)] = whole  # among the model's parameters
+    module["_".join(names)] = whole  # so that it belongs to the model's parameters
 
 
 @functools.cache
 def _expert_kinds() -> tuple[type, type]:
-    """The library's class of unquantised experts, and ours."""
+    """Return the library's class of unquantised experts, and its replacement."""
     layers = import_library("mlx_lm.models.switch_layers")
 
     class UnsortedExperts(layers.SwitchLinear):  # type: ignore[misc, name-defined]

@@ -1,10 +1,10 @@
-"""Attention over a prompt's tokens by CUDA's fused kernels, in lengths that they have met before.
+"""Attention over a prompt's tokens by CUDA's fused kernels, padded to lengths that have a plan.
 
-For every new pair of lengths, of queries and of keys, the library makes a plan that takes some 80
-milliseconds: as long as 2,000 tokens take. So queries get rows before and after them, keys are
-rounded up, and few pairs are left; most are planned before anybody asks. The word "causal" lets
-the last query see all keys and each one before it a key less; with as many rows after the queries
-as there are keys too many, each query still sees its own past alone.
+For every new pair of lengths, of queries and of keys, the library makes a plan that takes about
+80 milliseconds, as long as computing 2,000 tokens. Therefore rows are added before and after the
+queries and keys are rounded up, so that few pairs remain; most are planned while the model loads.
+A "causal" mask lets the last query see all keys, and each earlier query one key less. There are as
+many rows after the queries as surplus keys, so each query still sees only its own past.
 """
 
 import logging
@@ -17,15 +17,15 @@ from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 
 _LOG = logging.getLogger(__name__)
 
-# How many queries, and what the number of their keys is a multiple of.
+# Number of queries, and the number that their key count is a multiple of.
 _SIZES = ((512, 512), (1024, 512), (2048, 1024), (4096, 1024), (5120, 1024))
-# For how many keys a number of queries is prepared; others are when they first come.
+# Maximum keys to plan for at load, by number of queries; others are planned at first use.
 _PLANNED = {512: 16_384, 1024: 8192, 2048: 16_384, 4096: 32_768, 5120: 16_384}
-_MAX_DIM = 128  # of a head; wider ones are not fused
+_MAX_DIM = 128  # of a head; there is no fused kernel for larger ones
 
 
 def fitting(num_queries: int, num_keys: int) -> tuple[int, int] | None:
-    """The least lengths that take so many; None if they are too many."""
+    """Return the smallest planned lengths that hold these; None if they are too many."""
     for size, step in _SIZES:
         length = -(-num_keys // step) * step
         if num_queries + length - num_keys <= size <= length:
@@ -34,7 +34,7 @@ def fitting(num_queries: int, num_keys: int) -> tuple[int, int] | None:
 
 
 def can_attend(queries: Array, keys: Array, num_keys: int) -> bool:
-    """Whether such arrays would be planned for, and these are fewer plans."""
+    """Whether `attend` supports these arrays."""
     return (
         cuda.is_in_use()
         and queries.dtype in (mx.bfloat16, mx.float16)
@@ -50,14 +50,14 @@ def attend(queries: Array, keys: Array, values: Array, num_keys: int, scale: flo
 
     Args:
         queries: ``[1, heads, tokens, dim]``
-        keys: ``[1, key heads, room, dim]``; what is after the last token are numbers.
+        keys: ``[1, key heads, room, dim]``; values after the last token must be finite.
         values: Like keys.
         num_keys: Tokens of the sequence.
-        scale: Of the scores.
+        scale: Factor of the scores.
     """
     num_queries = queries.shape[2]
     lengths = fitting(num_queries, num_keys)
-    assert lengths is not None  # noqa: S101 - the caller has asked
+    assert lengths is not None  # noqa: S101 - the caller has called can_attend
     size, length = lengths
     after = length - num_keys
     before = size - num_queries - after
@@ -69,7 +69,7 @@ def attend(queries: Array, keys: Array, values: Array, num_keys: int, scale: flo
 
 
 def plan(model: Any, num_key_heads: int, dim: int, max_context: int) -> int:
-    """Have the lengths planned that prompts of a model come in; returns how many there are."""
+    """Plan attention for the common prompt lengths of a model; returns their number."""
     num_heads = getattr(getattr(model, "args", None), "num_attention_heads", 0)
     dtype = next((p.dtype for p in _floats(model)), mx.float32)
     queries = mx.zeros((1, num_heads, 1, dim), dtype)

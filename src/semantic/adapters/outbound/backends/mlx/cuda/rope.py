@@ -1,10 +1,10 @@
-"""Heads turned by their positions, as our attention kernel for MLX's CUDA build does it.
+"""Applies RoPE as part of the custom attention kernel for MLX's CUDA build.
 
-Models give the kernel what their multiplication made: queries, keys and values side by side, not
-yet normed or turned. A block of threads prepares its own queries, and the one with a row's last
-chunk first puts the new key and value in their place at its end. Each of these is an operation
-otherwise, and costs the host more than the device. The angles are the same in all layers, so they
-are computed once a step, by the library.
+The kernel takes the output of a layer's multiplication: queries, keys and values side by side,
+before norms and RoPE. A block of threads prepares its own queries, and the block with a row's last
+chunk first stores the new key and value at the row's end. As separate operations, these would cost
+the host more time than the device. The angles are the same in all layers, so the library computes
+them once per step.
 """
 
 import functools
@@ -17,7 +17,7 @@ from semantic.adapters.outbound.backends.mlx.caches import Array
 from semantic.adapters.outbound.backends.mlx.cuda.kernels import Kernel
 
 # Thread (g, c) of a warp holds dimensions 8c to 8c + 7 of each 32 of query head g, and so both
-# halves of the pairs that are turned together. A new key is turned by one thread a pair.
+# halves of the pairs that RoPE rotates together. For a new key, one thread rotates one pair.
 PREPARE = """
     constexpr int HALF = DIM / 2;
     const float *cosines = angles + row * DIM, *sines = cosines + HALF;
@@ -76,8 +76,8 @@ PREPARE = """
 """
 
 
-# The same by itself, for rows of which some are tokens of one sequence: each of these looks at what
-# another puts in its place. A block of threads takes one head of one row, a thread one pair.
+# The same as a separate kernel, for steps in which several rows belong to one sequence: each row
+# attends to keys that another row stores. A block handles one head of one row, a thread one pair.
 _KEEP = """
     constexpr int HALF = DIM / 2;
     const int row = blockIdx.x, head = blockIdx.y, i = threadIdx.x;
@@ -119,7 +119,7 @@ _KEEP = """
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Root-mean-square norms of each head's queries and keys, before they are turned."""
+    """RMS norms of each head's queries and keys, applied before RoPE."""
 
     query_factors: Array
     key_factors: Array
@@ -131,7 +131,7 @@ class Held:
     """Keys and values of a layer, by group.
 
     Attributes:
-        table: Of addresses, by layer and group.
+        table: Addresses, by layer and group.
     """
 
     table: Array
@@ -146,16 +146,16 @@ def keep(
     held: Held,
     places: Array,
 ) -> Array:
-    """Put each row's new key and value in their place; returns its queries, normed and turned.
+    """Store each row's new key and value; returns its queries after norm and RoPE.
 
-    The groups' arrays are written to: nothing else may share their memory.
+    Writes to the groups' arrays in place: nothing else may share their memory.
 
     Args:
-        heads: Queries, keys and values ``[rows, all heads, 1, dim]``, not yet normed or turned.
-        angles: By which to turn, by row.
+        heads: Queries, keys and values ``[rows, all heads, 1, dim]``, before norms and RoPE.
+        angles: RoPE cosines and sines, by row.
         norms: Of queries and keys.
         held: Keys and values, with room for the new ones.
-        places: By row its group, its row there, and its position.
+        places: By row its group, its row in the group, and its position.
     """
     num_rows, num_all, _, dim = heads.shape
     num_heads = num_all - 2 * held.num_key_heads
@@ -188,14 +188,14 @@ def _keep_kernel(eps: float | None) -> Kernel:
 
 
 def angles_at(rope: Any, positions: Array, dim: int) -> Array:
-    """The cosines and sines by which a library's module turns halves of a head, by position."""
+    """Return the cosines and sines that a library RoPE module applies, by position."""
     ones = mx.ones((positions.shape[0], 1, 1, dim // 2))
     given = mx.concatenate([ones, mx.zeros_like(ones)], axis=-1)
     return rope(given, offset=positions).reshape(-1, dim)
 
 
 def rotate(angles: Array, heads: Array) -> Array:
-    """Turn ``[rows, heads, 1, dim]`` by each row's angles, as the kernel does."""
+    """Rotate ``[rows, heads, 1, dim]`` by each row's angles, as the kernel does."""
     (cosine, sine), (a, b) = (
         mx.split(array, 2, axis=-1) for array in (angles[:, None, None], heads)
     )

@@ -1,10 +1,9 @@
-"""Attention state between the device and pinned host memory, by kernels on a stream of their own.
+"""Copies KV cache between the device and pinned host memory, by kernels on a separate stream.
 
-MLX's arrays there are the device's memory: looked at from the host, they are moved whole, at a
-twentieth of the link's speed, while the thread that looks waits. These kernels write to host memory
-and read from it themselves, with few of the device's processors, beside the steps of the model. A
-copy is one operation whatever the number of layers, and nobody waits for it but who wants its
-bytes.
+MLX's CUDA arrays are device memory: reading one on the host moves it whole, at a twentieth of the
+link's speed, and blocks the reading thread. These kernels write to and read from host memory
+directly, on few of the device's processors, while the model's steps run. A copy is one operation
+for any number of layers, and only the reader of its bytes waits for it.
 """
 
 import contextlib
@@ -23,13 +22,13 @@ from semantic.adapters.outbound.backends.mlx.cuda.kernels import Kernel
 from semantic.adapters.outbound.backends.pinned import PinnedMemory
 from semantic.domain.errors import CacheCorruptionError
 
-UNIT = 16  # bytes that a thread copies at once
+UNIT = 16  # bytes that a GPU thread copies at once
 _BLOCKS = 32
 _THREADS = 512
-_MAX_BEGUN = 2  # calls with copies; by the next one the first of them is long done
+_MAX_BEGUN = 2  # pending flushes; by the next one the oldest is complete
 
-# Spans of tokens of one set of arrays: by layer and head, one after the other; a head's tokens are
-# in a row unless a ring wraps.
+# Copies spans of tokens of one set of arrays, by layer and head; a head's tokens are consecutive
+# unless a ring wraps.
 _OUT = """
     const int heads = where[0], room = where[1], width = where[2], num_spans = where[3];
     for (int n = blockIdx.x; n < num_spans * COUNT * heads; n += gridDim.x) {
@@ -46,7 +45,7 @@ _OUT = """
     if (blockIdx.x == 0 && threadIdx.x == 0) done[0] = 1;
 """
 
-# Pieces of a run of tokens, each of which holds all layers and heads, and where they begin.
+# Copies consecutive pieces of tokens, each with all layers and heads, to their positions.
 _IN = """
     const int heads = where[0], room = where[1], width = where[2], num_pieces = where[3];
     for (int n = blockIdx.x; n < COUNT * heads * num_pieces; n += gridDim.x) {
@@ -74,7 +73,7 @@ class Span:
     """Tokens of one row of arrays ``[rows, heads, room, dim]``.
 
     Attributes:
-        ring: Positions are taken modulo this; 0 where they are not.
+        ring: Positions are taken modulo this number; 0 if the arrays are not a ring.
     """
 
     row: int
@@ -84,20 +83,20 @@ class Span:
 
 
 class Copying:
-    """Copies to the host that begin together. Any thread may wait for them.
+    """Copies to the host that start together. Any thread may wait for them.
 
     Attributes:
-        spans: What is copied of each set of arrays, as the kernel is told it.
-        after: Computed before.
-        memory: Where they go. The device writes there even if nobody wants it any more: it must
-            not be handed out again before.
+        spans: What to copy of each set of arrays, as the kernel's arguments.
+        after: Array that is evaluated before the copies start.
+        memory: Destination. The device writes to it even if the copy is no longer needed, so it
+            must not be reused until the copy is complete.
     """
 
     def __init__(self, begin: Callable[[], None]) -> None:
-        """Ask for nothing yet.
+        """Create an empty set of copies.
 
         Args:
-            begin: Begins them, on the engine's thread.
+            begin: Starts the copies, on the engine's thread.
         """
         self.spans: dict[tuple[int, ...], tuple[Sequence[Array], list[int]]] = {}
         self.after: Array | None = None
@@ -105,19 +104,19 @@ class Copying:
         self._begin = begin
         self._thread = threading.get_ident()
         self._are_begun = threading.Event()
-        self._lock = threading.Lock()  # MLX lets one thread wait for an array
+        self._lock = threading.Lock()  # MLX supports only one thread waiting for an array
         self._done: list[Array] = []
         self._failure = ""
 
     def note_begun(self, done: Sequence[Array], failure: str = "") -> None:
-        """Say that they are under way, and what is computed when they are done; or why not."""
+        """Record that the copies have started, with arrays that signal completion, or failed."""
         self.spans.clear()
         self.after = None
         self._done, self._failure = list(done), failure
         self._are_begun.set()
 
     def wait(self) -> None:
-        """Wait for them; this lets other threads run.
+        """Wait for the copies, without blocking other threads.
 
         Raises:
             CacheCorruptionError: they failed.
@@ -137,13 +136,13 @@ class Copying:
             self.memory.clear()
 
     def settle(self) -> None:
-        """Wait until they are done or have failed; whoever wants the bytes is told."""
+        """Wait until they are complete or failed; readers of the bytes get the error."""
         with contextlib.suppress(CacheCorruptionError):
             self.wait()
 
 
 class ArrivingBytes:
-    """Memory that a copy goes to; see `PendingBytes`."""
+    """Host memory that a running copy writes to; see `PendingBytes`."""
 
     def __init__(self, memory: memoryview, copying: Copying) -> None:
         self._memory = memory
@@ -151,11 +150,11 @@ class ArrivingBytes:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes there will be."""
+        """Size of the copy in bytes."""
         return self._memory.nbytes
 
     def wait(self) -> memoryview:
-        """Wait for the copy; this lets other threads run."""
+        """Wait for the copy, without blocking other threads."""
         self._copying.wait()
         return self._memory
 
@@ -166,7 +165,8 @@ class HostPiece:
 
     Attributes:
         data: ``[layers, heads, tokens, dim]``
-        num_tokens: Of them, the first ones are copied.
+        num_held: Number of tokens in `data`.
+        num_tokens: Number of tokens to copy, from the first.
     """
 
     data: memoryview
@@ -175,7 +175,7 @@ class HostPiece:
 
 
 class Transfer:
-    """Copies by kernels. On the engine's thread only, but for what `copy_out` returns."""
+    """Copies by kernels. For the engine's thread only; any thread may use `copy_out`'s results."""
 
     def __init__(self, memory: PinnedMemory) -> None:
         self._memory = memory
@@ -184,19 +184,20 @@ class Transfer:
         self._begun: deque[Copying] = deque()
 
     def can_copy(self, shape: Sequence[int], dtype: Any) -> bool:
-        """Whether heads of this shape are copied: in whole units."""
+        """Whether heads of this shape can be copied: they must consist of whole units."""
         return bool(shape[-1] * dtype.size % UNIT == 0)
 
     def copy_out(self, arrays: Sequence[Array], span: Span, after: Array) -> ArrivingBytes | None:
-        """Copy tokens of some layers, layer by layer, from the next `flush` on.
+        """Request a copy of tokens of some layers, layer by layer; the next `flush` starts it.
 
         Returns:
             None if there is no memory for it.
 
         Args:
-            arrays: One a layer, all of one shape.
-            span: What of each.
-            after: Computed before the copy begins, for kernels of ours write where MLX cannot see.
+            arrays: One per layer, all of one shape.
+            span: Which tokens of each.
+            after: Evaluated before the copy starts, because the custom kernels write without MLX's
+                knowledge.
         """
         _, heads, room, dim = arrays[0].shape
         width = dim * arrays[0].dtype.size // UNIT
@@ -214,11 +215,11 @@ class Transfer:
 
     @property
     def asked(self) -> Copying:
-        """What the next `flush` begins."""
+        """The copies that the next `flush` starts."""
         return self._asked
 
     def flush(self) -> None:
-        """Begin what was asked for, by few calls: MLX has only so many under way."""
+        """Start the requested copies in few calls, because MLX limits how many are pending."""
         asked = self._asked
         if not asked.spans:
             return
@@ -246,17 +247,18 @@ class Transfer:
         return done
 
     def copy_in(self, pieces: Sequence[HostPiece], arrays: Sequence[Array], start: int) -> Array:
-        """Begin to copy a run of tokens into the first row of arrays, which nobody else has.
+        """Start to copy consecutive tokens into the first row of arrays, which must not be shared.
 
-        Whatever is computed after this call sees them; what is given must stay as it is until then.
+        Computations after this call see the tokens. The pieces must stay unchanged until the copy
+        is complete.
 
         Args:
-            pieces: What follows each other.
-            arrays: One a layer, contiguous ``[rows, heads, room, dim]``.
-            start: Of the first token.
+            pieces: Consecutive pieces of tokens.
+            arrays: One per layer, contiguous ``[rows, heads, room, dim]``.
+            start: Position of the first token.
 
         Returns:
-            What is computed when they are copied.
+            An array that is evaluated when the copy is complete.
         """
         _, heads, room, dim = arrays[0].shape
         numbers = [heads, room, dim * arrays[0].dtype.size // UNIT, len(pieces)]
@@ -271,12 +273,12 @@ class Transfer:
             outputs=[((1,), mx.uint8)],
             stream=self._stream,
         )
-        copied = done + 1  # on the usual stream, whose next steps wait for it
+        copied = done + 1  # on the default stream, so that its next steps wait for the copy
         mx.async_eval(copied)
         return copied
 
     def pinned(self, data: memoryview) -> memoryview | None:
-        """The same bytes where the device reads them, copied if need be; None if that fails."""
+        """Return the bytes in pinned memory, copied if necessary; None if there is no room."""
         address = _address(data)
         if address % UNIT == 0 and self._memory.holds(address, data.nbytes):
             return data
@@ -286,7 +288,7 @@ class Transfer:
         return memory
 
     def prepare(self, counts: Sequence[int], dtype: Any) -> None:
-        """Have the kernels compiled, for these numbers of layers."""
+        """Compile the kernels for these numbers of layers."""
         for count in counts:
             array = mx.zeros((1, 1, 1, UNIT), dtype)
             copy = self.copy_out([array] * count, Span(0, 0, 1), array)
@@ -294,7 +296,7 @@ class Transfer:
                 mx.eval(self.copy_in([HostPiece(copy.wait(), 1, 1)], [array] * count, 0))
 
     def finish(self) -> None:
-        """Wait for everything that was begun."""
+        """Wait for all copies."""
         self.flush()
         mx.synchronize(self._stream)
         self._begun.clear()
@@ -315,7 +317,7 @@ def _out_kernel(count: int) -> Kernel:
 @functools.cache
 def _in_kernel(count: int) -> Kernel:
     names = [f"layer{n}" for n in range(count)]
-    # MLX knows of no kernel that writes into what it is given; nobody else has these arrays.
+    # MLX does not support kernels that write to their inputs; these arrays are not shared.
     places = ", ".join(f"reinterpret_cast<uint4*>(const_cast<T*>({name}))" for name in names)
     constants = f"constexpr int COUNT = {count}; uint4* const targets[COUNT] = {{{places}}};"
     inputs = [*names, "where"]

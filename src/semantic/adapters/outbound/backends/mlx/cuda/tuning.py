@@ -1,9 +1,9 @@
-"""Rearranges a loaded model as it is fastest on MLX's CUDA build, down to whole layers.
+"""Rearranges a loaded model for speed on MLX's CUDA build, up to whole layers.
 
-A decode step there waits for the host, which pays for every operation. The library's code of one
-layer is some thirty of them; the same by our own kernels is six. It stands in for layers that are
-known to compute just that, and only for one token each of a few rows: all else, prompts included,
-runs through the library's code.
+A decode step there is bound by the host, which pays for every operation. The library's code of one
+layer takes about thirty operations, the custom kernels six. They replace layers that are known to
+compute exactly this, and only for one token each of a few rows. All other cases, prompts included,
+run the library's code.
 """
 
 import functools
@@ -30,12 +30,12 @@ from semantic.adapters.outbound.backends.mlx.runtime import import_library
 
 _LOG = logging.getLogger(__name__)
 
-_FAMILIES = ("llama", "qwen2", "qwen3")  # whose layers are alike but for biases and norms of heads
-_FAR = 12_345  # a position at which modules that turn by other angles are told apart
+_FAMILIES = ("llama", "qwen2", "qwen3")  # their layers differ only in biases and head norms
+_FAR = 12_345  # a position at which different RoPE modules give different angles
 
 
 def tune(model: Any) -> None:
-    """On CUDA, where it was seen to pay, join what can be joined and take our own kernels."""
+    """On CUDA, join linears and install the custom kernels, where measurements favour them."""
     if cuda.is_in_use():
         cuda_linear.mend_experts(model)
         cuda_linear.join_linears(model)
@@ -45,7 +45,7 @@ def tune(model: Any) -> None:
 
 
 def untune(model: Any) -> int:
-    """Let all layers run by the library's code again; returns how many did not."""
+    """Restore the library's code in all layers; returns the number of restored layers."""
     libraries = {own: base for base, own in _own_kinds().items()}
     ours = [module for module in model.modules() if type(module) in libraries]
     for module in ours:
@@ -55,17 +55,17 @@ def untune(model: Any) -> int:
 
 
 def are_all_own(model: Any, num_layers: int) -> bool:
-    """Whether all layers run by our own kernels."""
+    """Whether all layers run on the custom kernels."""
     kinds = set(_own_kinds().values())
     return sum(type(module) in kinds for module in model.modules()) == num_layers
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """What a layer is computed from.
+    """The parameters of a layer.
 
     Attributes:
-        rope: The library's module; the same object in all layers that turn alike.
+        rope: The library's module; the same object in all layers with equal angles.
     """
 
     first_norm: Norm
@@ -83,12 +83,12 @@ class LayerWeights:
 
     @property
     def dim(self) -> int:
-        """Of a head."""
+        """Dimension of a head."""
         return int(self.heads.shape[0]) // (self.num_heads + 2 * self.num_key_heads)
 
 
 def run_layer(weights: LayerWeights, given: Array, view: AttentionView) -> Array:
-    """One layer of one token each of some rows ``[rows, 1, hidden]``."""
+    """Compute one layer for one token each of some rows ``[rows, 1, hidden]``."""
     w, multiply = weights, cuda_linear.multiply
     heads = multiply(given, w.heads, norm=w.first_norm, added=w.heads_bias)
     heads = heads.reshape(given.shape[0], -1, 1, w.dim)
@@ -101,10 +101,10 @@ def run_layer(weights: LayerWeights, given: Array, view: AttentionView) -> Array
 
 
 def use_own_blocks(model: Any) -> int:
-    """Let the layers that are known run by our own kernels.
+    """Run supported layers on the custom kernels.
 
     Returns:
-        How many there are.
+        The number of such layers.
     """
     ropes: list[Any] = []
     found = 0
@@ -119,7 +119,7 @@ def use_own_blocks(model: Any) -> int:
 
 
 def _supported_weights(layer: Any) -> LayerWeights | None:
-    """What a layer is computed from, if our kernels can; a layer that is odd is the library's."""
+    """Return a layer's parameters if the kernels support it; other layers stay unchanged."""
     try:
         weights = _weights_of(layer)
         return weights if weights is not None and _can_run(weights) else None
@@ -129,7 +129,7 @@ def _supported_weights(layer: Any) -> LayerWeights | None:
 
 
 def _weights_of(layer: Any) -> LayerWeights | None:
-    """What a layer is computed from; None if it has more to it."""
+    """Return a layer's parameters; None if its structure is not supported."""
     attention, mlp = layer.self_attn, layer.mlp
     heads, inner = attention.q_proj, mlp.gate_proj
     if "q_norm" in attention and attention.q_norm.eps != attention.k_norm.eps:
@@ -160,14 +160,14 @@ def _weights_of(layer: Any) -> LayerWeights | None:
 
 
 def _can_run(weights: LayerWeights) -> bool:
-    """Whether the kernels take such a layer."""
+    """Whether the kernels support such a layer."""
     w, dtype = weights, weights.heads.dtype
     queries, keys = (mx.zeros((1, n, 1, w.dim), dtype) for n in (w.num_heads, w.num_key_heads))
     vectors = [w.first_norm.factors, w.second_norm.factors, w.heads_bias]
     if w.head_norms is not None:
         vectors += [w.head_norms.query_factors, w.head_norms.key_factors]
     return (
-        dtype != mx.float16  # which rows could leave before their norm brings them back
+        dtype != mx.float16  # rows could overflow it, because the norm is applied at the end
         and all(vector is None or vector.dtype == dtype for vector in vectors)
         and cuda_attention.can_attend(queries, keys, keys)
         and all(
@@ -179,7 +179,7 @@ def _can_run(weights: LayerWeights) -> bool:
 
 
 def _turns_halves(weights: LayerWeights) -> bool:
-    """Whether the library turns heads as our kernel does, with angles that we are told."""
+    """Whether the library's RoPE rotates heads as the kernel does with its angles."""
     positions = mx.array([1, _FAR])
     heads = mx.random.normal((2, 1, 1, weights.dim), key=mx.random.key(0))
     angles = cuda_rope.angles_at(weights.rope, positions, weights.dim)
@@ -188,7 +188,7 @@ def _turns_halves(weights: LayerWeights) -> bool:
 
 
 def _one_of(ropes: list[Any], weights: LayerWeights) -> Any:
-    """The first module seen that turns by the same angles."""
+    """Return the first known module with the same angles."""
     positions = mx.array([1, _FAR])
 
     def angles(rope: Any) -> Array:
@@ -207,7 +207,7 @@ def _norm(module: Any) -> Norm:
 
 @functools.cache
 def _own_kinds() -> dict[type, type]:
-    """By the library's class of a layer, ours."""
+    """Map the library's class of a layer to its replacement."""
     return {base: _own_kind(base) for base in map(_library_kind, _FAMILIES)}
 
 

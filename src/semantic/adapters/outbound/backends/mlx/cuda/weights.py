@@ -1,7 +1,7 @@
-"""Weights from safetensors files to a CUDA device, at the speed of the files.
+"""Copies weights from safetensors files to a CUDA device at the speed of the files.
 
-MLX reads them into memory that moves to the device page by page when it is first looked at. Here
-several threads read them into pinned memory, from where the device fetches them meanwhile.
+MLX reads them into memory that moves to the device page by page at first access. Here several
+threads read them into pinned memory, from which the device copies them at the same time.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from semantic.adapters.outbound.backends.mlx.cuda.transfer import UNIT, HostPiec
 from semantic.adapters.outbound.backends.pinned import PinnedMemory
 
 _DTYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32}
-_MIN_BYTES = 2**20  # smaller ones are MLX's own business
+_MIN_BYTES = 2**20  # MLX loads smaller tensors
 _READ_BYTES = 2**24
-_PIECE_BYTES = 2**19  # that a block of threads fetches
-_AHEAD_BYTES = 2**30  # being read, and again being fetched
+_PIECE_BYTES = 2**19  # bytes that one block of threads copies
+_AHEAD_BYTES = 2**30  # limit of bytes being read, and also of bytes being copied
 _NUM_READERS = 16
 
 
@@ -39,7 +39,7 @@ class _Tensor:
 
 
 class WeightReader:
-    """Reads files of weights."""
+    """Reads files of weights through pinned memory."""
 
     def __init__(self, memory: PinnedMemory, transfer: Transfer) -> None:
         self._memory = memory
@@ -48,7 +48,7 @@ class WeightReader:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Let `mx.load` read by this."""
+        """Replace `mx.load` by this reader within the context."""
         original = mx.load
 
         def load(file: Any, *args: Any, **options: Any) -> Any:
@@ -88,7 +88,7 @@ class WeightReader:
             os.close(file)
 
     def _allocate(self, num_bytes: int, reads: "_Reads") -> list[memoryview]:
-        """Memory for a tensor, in pieces; none if there is not enough of it even for this one."""
+        """Allocate memory for a tensor, in pieces; empty if it does not fit even alone."""
         pieces: list[memoryview] = []
         while num_bytes:
             piece = self._memory.allocate(min(num_bytes, _READ_BYTES))
@@ -101,7 +101,7 @@ class WeightReader:
 
 
 class _Reads:
-    """Tensors on their way from a file to the device, in order."""
+    """Tensors in transfer from a file to the device, in order."""
 
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
@@ -111,14 +111,14 @@ class _Reads:
         self._num_bytes = 0
 
     def add(self, tensor: _Tensor, pieces: list[memoryview], futures: list["Future[None]"]) -> None:
-        """Take one that is being read; what was read before goes on to the device."""
+        """Add a tensor that is being read; copies earlier ones to the device."""
         self._reading.append((tensor, pieces, futures))
         self._num_bytes += tensor.num_bytes
         while self._num_bytes > _AHEAD_BYTES:
             self._fetch()
 
     def make_room(self) -> bool:
-        """Wait for the first of them; False if there is none."""
+        """Wait for the oldest tensor; False if there is none."""
         if self._fetching:
             mx.eval(self._fetching.popleft()[0])
         elif self._reading:
@@ -128,19 +128,19 @@ class _Reads:
         return True
 
     def finish(self) -> dict[str, Array]:
-        """Wait for all of them."""
+        """Wait for all tensors."""
         while self.make_room():
             pass
         return self._arrays
 
     def stop(self) -> None:
-        """Wait for what is still being read, after a failure."""
+        """Wait for running reads, after a failure."""
         for _, _, futures in self._reading:
             for future in futures:
                 future.exception()
 
     def _fetch(self) -> None:
-        """Have the device fetch the first that is being read."""
+        """Let the device copy the oldest tensor that is being read."""
         tensor, pieces, futures = self._reading[0]
         for future in futures:
             future.result()
@@ -171,7 +171,7 @@ def _read(file: int, offset: int, memory: memoryview) -> None:
 
 
 def _tensors(file: int) -> list[_Tensor]:
-    """What of a file is worth it, in its order."""
+    """Return the tensors that are worth reading here, in file order."""
     (length,) = struct.unpack("<Q", os.pread(file, 8, 0))
     header = json.loads(os.pread(file, length, 8))
     found = []

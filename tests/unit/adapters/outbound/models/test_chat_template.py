@@ -1,10 +1,16 @@
 """Chat templates: what a stranger's Jinja may do, and what becomes of its mistakes."""
 
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
 import pytest
 
-from semantic.adapters.outbound.models.tokenizer import ChatTemplate
+from semantic.adapters.outbound.limited_process import ProcessLimits
+from semantic.adapters.outbound.models.chat_template import ChatTemplate
 from semantic.domain.chat import JsonObject
 from semantic.domain.errors import InvalidRequestError
+from tests.templates import HOSTILE
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.unit
 
@@ -67,3 +73,52 @@ def test_what_training_marks_as_generated_is_shown_as_it_is() -> None:
         "{% endfor %}"
     )
     assert rendered(source) == "<u>hi</u><a>hello</a>assistant"
+
+
+LIMITS = ProcessLimits(cpu_s=0.3, memory=128 * 2**20)
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_template_that_takes_too_much_refuses_the_conversation(what: str) -> None:
+    template = ChatTemplate(HOSTILE[what], {}, LIMITS)
+    with pytest.raises(
+        InvalidRequestError, match=r"chat template takes more than 0\.3 s or 128 MB"
+    ):
+        template.render(MESSAGES)
+
+
+def test_a_bystander_is_answered_while_eight_conversations_take_too_much() -> None:
+    template = ChatTemplate(
+        "{% if messages[0].content == 'loop' %}" + HOSTILE["loops"] + "{% endif %}"
+        "{{ messages[0].content }}",
+        {},
+        LIMITS,
+    )
+
+    def say(content: str) -> str:
+        try:
+            return template.render([{"role": "user", "content": content}])
+        except InvalidRequestError as error:
+            return "refused" if "takes more than" in error.message else error.message
+
+    said = ["loop"] * 8 + ["hi"] * 4
+    with ThreadPoolExecutor(len(said)) as threads:
+        answers = list(threads.map(say, said))
+    assert answers == ["refused"] * 8 + ["hi"] * 4
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_costly_part_is_charged_only_to_conversations_that_reach_it(kind: str) -> None:
+    source = "{% if messages[0].content == 'loop' %}" + HOSTILE[kind] + "{% endif %}"
+    template = ChatTemplate(source + "{{ messages[0].content }}", {}, LIMITS)
+    assert template.render(MESSAGES) == "hi"
+
+
+def test_a_process_that_was_killed_while_idle_refuses_nothing() -> None:
+    others = set(psutil.Process().children())
+    template = ChatTemplate("{{ messages[0].content }}", {}, LIMITS)
+    assert template.render(MESSAGES) == "hi"
+    (process,) = set(psutil.Process().children()) - others
+    process.kill()
+    await_that(lambda: process.status() == psutil.STATUS_ZOMBIE)
+    assert template.render(MESSAGES) == "hi"

@@ -1,0 +1,81 @@
+/* NEON with dot products of bytes (ARMv8.2): four lanes, thirty-two registers. */
+#include <arm_neon.h>
+
+#define LANES 4
+#define VALUE_VECTORS 2
+#define PANEL_VECTORS 2
+#define HAS_WORDS 0
+#define PREFETCH 0
+#define IS_SIGNED 1
+#define SPINS 50000 /* `yield` takes a few cycles */
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+
+INLINE void cpu_pause(void) { __asm__ volatile("yield"); }
+INLINE vf splat(float x) { return (vf)vdupq_n_f32(x); }
+INLINE vf fmadd(vf a, vf b, vf c) {
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+INLINE vf vmax(vf a, vf b) { return (vf)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
+INLINE vi round_to_int(vf v) { return (vi)vcvtnq_s32_f32((float32x4_t)v); }
+INLINE vf load_halves(const uint16_t *p) {
+    return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+/* Sizes are multiples of four: a vector is whole or not there at all. */
+INLINE vf load_some(const float *p, int count) {
+    return count > 0 ? (vf)vld1q_f32(p) : (vf){0};
+}
+INLINE void store_some(float *p, vf v, int count) {
+    if (count >= LANES)
+        vst1q_f32(p, (float32x4_t)v);
+    else
+        for (int i = 0; i < count; i++) p[i] = v[i];
+}
+INLINE float reduce_add(vf v) { return vaddvq_f32((float32x4_t)v); }
+INLINE void reduce4(const vf *v, float *sums) {
+    float32x4_t a = vpaddq_f32((float32x4_t)v[0], (float32x4_t)v[1]);
+    float32x4_t b = vpaddq_f32((float32x4_t)v[2], (float32x4_t)v[3]);
+    vst1q_f32(sums, vpaddq_f32(a, b));
+}
+
+INLINE int32x4_t dot_digits(int32x4_t sum, const int8x16_t *w, const int8_t *digits) {
+    int8x16_t first = vld1q_s8(digits), second = vld1q_s8(digits + 16);
+    sum = vdotq_laneq_s32(sum, w[0], first, 0), sum = vdotq_laneq_s32(sum, w[1], first, 1);
+    sum = vdotq_laneq_s32(sum, w[2], first, 2), sum = vdotq_laneq_s32(sum, w[3], first, 3);
+    sum = vdotq_laneq_s32(sum, w[4], second, 0), sum = vdotq_laneq_s32(sum, w[5], second, 1);
+    sum = vdotq_laneq_s32(sum, w[6], second, 2), sum = vdotq_laneq_s32(sum, w[7], second, 3);
+    return sum;
+}
+
+/* A group's exact dot products of `count` rows of digits with LANES rows of weights. Eight bits are
+ * signed here, so 128 times the group's sum is added. Low digits continue the sum of the high ones;
+ * with few rows they are summed apart, so that neither chain waits for the other. */
+INLINE void dot_group(const uint8_t *block, int bits, const int8_t *digits, const float *group_sums,
+                      int count, vi *sums) {
+    int is_apart = count <= 4;
+    int8x16_t w[8];
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) {
+        if (bits == 8) {
+            w[v] = vld1q_s8((const int8_t *)block + v * 16);
+            w[v + 4] = vld1q_s8((const int8_t *)block + 64 + v * 16);
+        } else {
+            uint8x16_t pairs = vld1q_u8(block + v * 16);
+            w[v] = vreinterpretq_s8_u8(vandq_u8(pairs, vdupq_n_u8(15)));
+            w[v + 4] = vreinterpretq_s8_u8(vshrq_n_u8(pairs, 4));
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < count; m++, digits += 2 * GROUP) {
+        int32x4_t offset = vdupq_n_s32(0);
+        if (bits == 8) offset = vshlq_n_s32(vcvtq_s32_f32(vld1q_dup_f32(group_sums + m)), 7);
+        int32x4_t high = vshlq_n_s32(dot_digits(vdupq_n_s32(0), w, digits), 8);
+        if (is_apart) {
+            sums[m] = (vi)vaddq_s32(high, dot_digits(offset, w, digits + GROUP));
+        } else {
+            if (bits == 8) high = vaddq_s32(high, offset);
+            sums[m] = (vi)dot_digits(high, w, digits + GROUP);
+        }
+    }
+}

@@ -1,0 +1,69 @@
+/* Whole steps of Llama-like models: norms, attention with rotary positions, gated MLPs. */
+#ifndef SEMANTIC_STEP_H
+#define SEMANTIC_STEP_H
+
+#include "linears.h"
+
+typedef struct {
+    const float *norm, *mlp_norm, *query_norm, *key_norm; /* the last two may be NULL */
+    Matrix inputs[3];                                     /* queries, keys, values; or one for all */
+    Matrix output, gate, up, down;
+    int32_t num_inputs, window; /* 0: attends to all tokens */
+} Layer;
+
+typedef struct {
+    const Layer *layers;
+    const float *norm;
+    Matrix head;
+    int32_t num_layers, hidden, inner, heads, kv_heads, dim;
+    float eps, scaling;
+} Model;
+
+/* One token: its sequence's buffers, [layers, heads, capacity, dim], and its position there. */
+typedef struct {
+    float *keys, *values;
+    int64_t capacity, position;
+} Row;
+
+/* A step's inputs and scratch memory. Rows that follow each other in a sequence form tiles, whose
+ * keys are read once for all of them; others are single rows. */
+typedef struct {
+    const Model *model;
+    const Row *rows;
+    const float *cos, *sin; /* of each row */
+    const int32_t *last;    /* rows whose logits are wanted */
+    float *hidden, *logits;
+    int32_t num_rows, num_last, num_tiles, num_single;
+    int32_t num_shares; /* threads that may share the keys of a single row */
+    int32_t *tiles;     /* first row and number of rows */
+    int32_t *single;    /* rows that are in no tile */
+    int32_t *place;     /* of each row in `single`, or -1 */
+    float *normed, *inputs, *attended, *inner, *parts, *scratch;
+    size_t scratch_size; /* floats for each thread */
+    int8_t *prepared;    /* what the next matrix reads */
+} Step;
+
+enum { KEYS = 128 }; /* of a single row, attended to at once */
+
+INLINE int64_t first_visible(const Row *row, const Layer *layer) {
+    int64_t first = layer->window ? row->position + 1 - layer->window : 0;
+    return first > 0 ? first : 0;
+}
+
+/* Sort the rows of a step into tiles and single rows. */
+void find_tiles(Step *s);
+
+/* Floats that a thread needs for attention. */
+size_t attention_scratch(const Model *model);
+
+/* Floats of one head's part of a single row's attention: weighted values, the greatest score, the
+ * sum of weights. */
+INLINE size_t part_size(const Model *m) { return m->dim + 4; }
+
+/* One phase: attention of a layer; tiles are complete, single rows are in parts. */
+void attend_phase(Step *s, Team *team, int thread, int layer);
+
+/* Write a row's attention to `out`, [heads, dim], if it is a single row. */
+void join_parts(const Step *s, int row, const Layer *layer, float *out);
+
+#endif

@@ -1,0 +1,99 @@
+"""Ledger storage per tenant, and its quota.
+
+The KV cache of a tenant can be evicted to stay within a quota; agents and turns cannot. So a
+request of a tenant that has used its quota is rejected before it stores more. Only tenants with a
+quota are counted: the ledger gives the initial size, and every change written adjusts it.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from semantic.domain.errors import QuotaExceededError
+from semantic.ports.storage import LedgerPort, PutAgent, PutTurn
+
+Stored: TypeAlias = PutAgent | PutTurn
+_MB = 2**20
+
+
+class StorageQuota:
+    """Counts the bytes of tenants' agents and turns.
+
+    Thread-safe; `check` and `used` may read the ledger.
+    """
+
+    def __init__(
+        self, ledger: LedgerPort, quota: Callable[[str], int | None] = lambda _: None
+    ) -> None:
+        """Create the counters; a tenant is counted on first use.
+
+        Args:
+            ledger: Source of the initial sizes.
+            quota: Returns a tenant's quota in bytes, None for no limit. The result may change at
+                any time.
+        """
+        self._ledger = ledger
+        self._quota = quota
+        self._lock = threading.Lock()  # never held across I/O
+        self._used: dict[str, int] = {}
+
+    def used(self, tenant: str) -> int:
+        """Return the bytes of a tenant's agents and turns; 0 for a tenant without a quota."""
+        if self._quota(tenant) is None:
+            with self._lock:
+                self._used.pop(tenant, None)
+            return 0
+        with self._lock:
+            known = self._used.get(tenant)
+        if known is not None:
+            return known
+        counted = self._ledger.stored_bytes(tenant)
+        with self._lock:
+            return self._used.setdefault(tenant, counted)
+
+    def check(self, tenant: str, *new: Stored, old: Stored | None = None) -> None:
+        """Check that a tenant's quota allows replacing `old` with `new`; counts nothing.
+
+        A replacement that is not larger always passes. Call `add` after storing.
+
+        Raises:
+            QuotaExceededError: the quota is used up, or too small for the change.
+        """
+        limit = self._quota(tenant)
+        if limit is None:
+            return
+        used, grown = self.used(tenant), self._grown(new, old)
+        if used + max(grown, 1) <= limit or (old is not None and grown <= 0):
+            return
+        raise QuotaExceededError(
+            f"this tenant stores {used / _MB:.1f} MB of agents and turns, and its disk quota is "
+            f"{limit / _MB:.1f} MB. Delete agents (their turns go with the next garbage "
+            "collection), or raise disk_quota_mb."
+        )
+
+    def add(self, tenant: str, new: Stored, old: Stored | None = None) -> None:
+        """Count a stored row, which replaces `old` if given."""
+        with self._lock:
+            if tenant not in self._used:
+                return  # `used` counts it when it reads the ledger
+        self._grow(tenant, self._grown((new,), old))
+
+    def remove(self, tenant: str, old: Stored) -> None:
+        """Count the removal of a row."""
+        with self._lock:
+            if tenant not in self._used:
+                return
+        self._grow(tenant, -self._ledger.size_of(old))
+
+    def refresh(self) -> None:
+        """Reset the counters, so that they are read from the ledger again after it deleted rows."""
+        with self._lock:
+            self._used.clear()
+
+    def _grown(self, new: Sequence[Stored], old: Stored | None) -> int:
+        return self._ledger.size_of(*new) - (self._ledger.size_of(old) if old else 0)
+
+    def _grow(self, tenant: str, nbytes: int) -> None:
+        with self._lock:
+            if tenant in self._used:
+                self._used[tenant] = max(0, self._used[tenant] + nbytes)
