@@ -154,11 +154,13 @@ def test_from_disk_from_nothing_and_from_memory_say_the_same(http: httpx.Client)
     states, replies = [], []
     for place in ("disk", "cold"):
         evicted = post(http, "/v1/agents/a/evict", to=place)["state"]
-        states.append((evicted["tier"], evicted["memory_bytes"]))
+        states.append((evicted["tier"], evicted["memory_tokens"]))
         replies.append(say(http, "a", SECOND))
         post(http, "/v1/agents/a/rewind", turn_id=first["turn_id"])
     replies.append(say(http, "a", SECOND))
-    assert states == [("warm", 0), ("cold", 0)]
+    assert [tier for tier, _ in states] == ["warm", "cold"]
+    assert states[0][1] == 0
+    assert states[1][1] < 10  # other conversations begin with the same marker and words
     assert len({reply["text"] for reply in replies}) == 1
     assert replies[0]["reuse"]["disk"] + replies[0]["reuse"]["pool"] >= num_tokens - 1
     assert replies[0]["reuse"]["hot"] == 0

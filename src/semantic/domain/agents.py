@@ -78,7 +78,7 @@ class Tier(enum.Enum):
 
     HOT = "hot"  # in memory
     WARM = "warm"  # on disk
-    COLD = "cold"  # to be recomputed from the turn's tokens
+    COLD = "cold"  # more than half of it to be recomputed from the turn's tokens
 
 
 @dataclass(frozen=True, slots=True)

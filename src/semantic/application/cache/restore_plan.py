@@ -186,13 +186,14 @@ def tier_of(first: BlockNode) -> Tier:
 def state_of(plan: RestorePlan, num_tokens: int) -> StateView:
     """Summarize where the blocks of a plan are, for a conversation of `num_tokens` tokens.
 
-    The last block may hold more tokens, if another conversation continued from it.
+    The last block may hold more tokens, if another conversation continued from it. A conversation
+    of which less than half can be reused, such as a chat marker shared with others, is cold.
     """
     nodes = [wanted.node for wanted in plan.parts if wanted.kind is LayerKind.FULL]
     memory = list(takewhile(lambda node: LayerKind.FULL in node.payloads, nodes))
     disk = list(takewhile(lambda node: LayerKind.FULL in node.files, nodes))
     return StateView(
-        tier=tier_of(nodes[0]) if nodes else Tier.COLD,
+        tier=tier_of(nodes[0]) if nodes and 2 * plan.end >= num_tokens else Tier.COLD,
         num_tokens=num_tokens,
         memory_tokens=min(memory[-1].end, plan.end) if memory else 0,
         disk_tokens=min(disk[-1].end, plan.end) if disk else 0,

@@ -75,6 +75,14 @@ def test_eviction_spares_what_others_share(rig: MemoryRig) -> None:
     assert rig.recall([*HEAD, 5, 6, 7])[0] == len(HEAD) + 2
 
 
+def test_an_agent_that_shares_only_a_first_token_is_cold(rig: MemoryRig) -> None:
+    rig.talk("ann", [9, *range(20, 29)])
+    rig.talk("bob", [9, 1, 2])
+    rig.upkeep.evict(who(rig, "ann"), is_cold=True)
+    found = where(rig, "ann")
+    assert (found.tier, found.reusable_tokens) == (Tier.COLD, 1)
+
+
 def test_what_is_left_of_an_agent_is_no_garbage(rig: MemoryRig) -> None:
     rig.talk("ann", list(range(10)))
     rig.flush()
