@@ -164,6 +164,19 @@ def size_faults(source: str, path: str) -> list[str]:
     return faults
 
 
+def docstring_faults(source: str, path: str) -> list[str]:
+    """Public methods of ports without a docstring: adapters have theirs here, not of their own."""
+    return [
+        f"{path}:{method.lineno} {port.name}.{method.name} has no docstring"
+        for port in ast.walk(ast.parse(source))
+        if isinstance(port, ast.ClassDef)
+        for method in port.body
+        if isinstance(method, Function)
+        and not method.name.startswith("_")
+        and ast.get_docstring(method) is None
+    ]
+
+
 # -- the source -------------------------------------------------------------------------------
 
 
@@ -206,6 +219,11 @@ def parsed(path: str | PurePosixPath) -> ast.Module:
 @pytest.mark.parametrize("faults", [import_faults, size_faults])
 def test_the_source_keeps_the_rules(faults: Callable[[str, str], list[str]], path: str) -> None:
     assert faults((SRC / path).read_text(encoding="utf-8"), path) == []
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if module_name(path)[1:2] == ("ports",)])
+def test_a_port_documents_its_methods(path: str) -> None:
+    assert docstring_faults((SRC / path).read_text(encoding="utf-8"), path) == []
 
 
 # -- the rules can fail -----------------------------------------------------------------------
@@ -331,6 +349,17 @@ def test_a_function_may_take_7_parameters(parameters: str, num_counted: int) -> 
     expected = [f"{DOMAIN}:2 f takes {num_counted} parameters"] if num_counted > 7 else []
 
     assert size_faults(source, DOMAIN) == expected
+
+
+def test_a_port_method_without_a_docstring_is_found() -> None:
+    documented = (
+        'def __init__(self): ...\n    def _f(self): ...\n    def g(self):\n        """G."""'
+    )
+
+    assert docstring_faults(f"class A:\n    {documented}", PORTS) == []
+    assert docstring_faults("class A:\n    def f(self): ...", PORTS) == [
+        f"{PORTS}:2 A.f has no docstring"
+    ]
 
 
 def test_nested_functions_are_measured_too() -> None:
