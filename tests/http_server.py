@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from semantic.adapters.config.settings import Settings, load_settings
 from semantic.entrypoints.bootstrap import Server, bootstrap
 from semantic.entrypoints.server import create_app
 from semantic.ports.inbound import ModelState
+from tests.waiting import await_that
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,9 @@ def run_server(settings: Settings, *, is_ready: bool = True) -> Iterator[Running
     http = uvicorn.Server(config)
     thread = threading.Thread(target=http.run, daemon=True)
     thread.start()
-    while not http.started:
-        time.sleep(0.01)
-    while is_ready and server.device.state is ModelState.LOADING:
-        time.sleep(0.01)
+    await_that(lambda: http.started, 300)
+    if is_ready:
+        await_that(lambda: server.device.state is not ModelState.LOADING, 300)
     port = http.servers[0].sockets[0].getsockname()[1]
     try:
         yield RunningServer(f"http://127.0.0.1:{port}", server)

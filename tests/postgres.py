@@ -1,5 +1,6 @@
 """PostgreSQL for tests: one server per test session, one schema per test."""
 
+import contextlib
 import importlib.util
 import os
 import pwd
@@ -7,13 +8,14 @@ import secrets
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+
+from tests.waiting import await_that
 
 
 def find_binaries() -> Path | None:
@@ -85,15 +87,15 @@ def running_postgres() -> Iterator[str]:
 
 def _wait_for(url: str, server: "subprocess.Popen[bytes]") -> None:
     psycopg = pytest.importorskip("psycopg")
-    for _ in range(2400):
+
+    def is_listening() -> bool:
         assert server.poll() is None, "PostgreSQL did not start"
-        try:
+        with contextlib.suppress(psycopg.OperationalError):
             psycopg.connect(url).close()
-        except psycopg.OperationalError:
-            time.sleep(0.05)
-        else:
-            return
-    raise AssertionError("PostgreSQL did not start in time")
+            return True
+        return False
+
+    await_that(is_listening, 120)
 
 
 def new_schema(url: str) -> str:

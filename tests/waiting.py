@@ -7,7 +7,7 @@ from collections.abc import Callable
 def eventually(
     condition: Callable[[], object], timeout_s: float = 60.0, *, every_s: float = 0.01
 ) -> bool:
-    """Whether a condition becomes true within `timeout_s`."""
+    """Return whether a condition becomes true within `timeout_s`."""
     until = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= until:
@@ -16,10 +16,10 @@ def eventually(
     return True
 
 
-def await_that(condition: Callable[[], object]) -> None:
+def await_that(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Wait until a condition is true.
 
     Raises:
-        AssertionError: it was still false after 60 s.
+        AssertionError: the condition was still false after `timeout_s`.
     """
-    assert eventually(condition), "it never came true"
+    assert eventually(condition, timeout_s), f"the condition was still false after {timeout_s} s"

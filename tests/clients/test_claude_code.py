@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from semantic.adapters.config.settings import STARTER_MODEL
 from tests.clients.conftest import run_client
 from tests.smoke.server_process import ServerProcess
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.clients
 
@@ -130,20 +130,12 @@ def test_a_reply_too_long_for_the_context_is_asked_for_again(claude: ClaudeCode)
 
 def await_log(server: ServerProcess, text: str, before: int) -> None:
     """Wait until the server's log holds a text more often than before."""
-    for _ in range(1200):
-        if server.output.count(text) > before:
-            return
-        time.sleep(0.05)
-    pytest.fail(f"the log never got another {text}")
+    await_that(lambda: server.output.count(text) > before)
 
 
 def await_live(http: httpx.Client, is_live: bool) -> None:
     """Wait until the server has a request to compute, or none."""
-    for _ in range(1200):
-        if bool(http.get("/v1/cache").json()["live_requests"]) is is_live:
-            return
-        time.sleep(0.05)
-    pytest.fail("nobody asked anything" if is_live else "it is still computed")
+    await_that(lambda: bool(http.get("/v1/cache").json()["live_requests"]) is is_live)
 
 
 def num_computed(http: httpx.Client) -> float:

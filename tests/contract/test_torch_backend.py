@@ -178,7 +178,10 @@ def test_rotary_embeddings_that_depend_on_neighbours_are_refused(tmp_path: Path)
 
 
 def test_a_failed_step_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
-    """Learned positions end where the model was told to end."""
+    """A prompt longer than the learned positions fails on the device.
+
+    It runs on the CPU: on a GPU, the failed assertion would make CUDA unusable for the process.
+    """
     config = OPTConfig(
         vocab_size=96,
         hidden_size=32,
@@ -188,7 +191,9 @@ def test_a_failed_step_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
         word_embed_proj_dim=32,
         max_position_embeddings=16,
     )
-    backend = _float32(write_model(tmp_path, config))
+    model = write_model(tmp_path, config)
+    options = TorchOptions(dtype="float32", device="cpu")
+    backend = TorchBackend(model.directory, model.spec, options)
     expected = begin(backend, 0, prompt(9)).finish(4)
     run, too_long = begin(backend, 1, prompt(9)), begin(backend, 2, prompt(30))
     run.compute(4)

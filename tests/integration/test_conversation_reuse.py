@@ -26,6 +26,7 @@ from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.entrypoints.bootstrap import Server, bootstrap
 from semantic.ports.inbound import ModelState
 from tests.conversations import coding
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
 
@@ -38,8 +39,7 @@ async def server(
     settings = load_settings({"backend": request.param, "model": model, "home": str(tmp_path)})
     made = bootstrap(settings)
     made.device.start()
-    while made.device.state is ModelState.LOADING:
-        await asyncio.to_thread(made.device.join, 0.02)
+    await asyncio.to_thread(await_that, lambda: made.device.state is not ModelState.LOADING)
     assert made.device.state is ModelState.READY, made.device.detail
     yield made
     made.device.request_stop()

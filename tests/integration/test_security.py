@@ -10,7 +10,6 @@ import contextlib
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from semantic.adapters.inbound.http.connections import ConnectionLimits, OpenConnections
 from tests.http_server import RunningServer, give_keys, make_settings, run_server
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
 
@@ -313,8 +313,7 @@ def test_a_stream_that_is_not_read_is_cut_and_holds_little() -> None:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    while not server.started:
-        time.sleep(0.01)
+    await_that(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

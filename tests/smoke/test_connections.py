@@ -12,6 +12,7 @@ import pytest
 from semantic.adapters.config.keys import TenantEntry
 from tests.http_server import give_keys
 from tests.smoke.server_process import ServerProcess, serve
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.smoke
 
@@ -66,11 +67,9 @@ def test_whoever_does_not_send_a_request_in_time_is_cut(tmp_path: Path) -> None:
                 assert is_closed(opened)
         with connect(server, HALF_A_REQUEST) as drip:
             drip.settimeout(0.05)
-            while not drips(drip):  # a header that never ends
-                pass
+            await_that(lambda: drips(drip))  # a header that never ends
         with connect(server, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n") as idle:
-            while not is_closed(idle):
-                pass
+            await_that(lambda: is_closed(idle))
 
 
 def test_a_body_may_take_long_if_it_keeps_coming(tmp_path: Path) -> None:
@@ -130,6 +129,5 @@ def test_while_all_are_answered_there_is_room_for_health_and_cancel(tmp_path: Pa
         cancelled = ask(server, "POST", "/v1/responses/resp_none/cancel")
         assert cancelled.json()["error"]["code"] == "response_not_found"
         one.close()
-        while ask(server, "GET", "/v1/models").status_code == 503:
-            pass
+        await_that(lambda: ask(server, "GET", "/v1/models").status_code != 503)
         assert other.recv(1)

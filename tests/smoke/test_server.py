@@ -4,7 +4,6 @@ import contextlib
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,8 +46,8 @@ def test_it_answers_the_paris_question_and_stops_while_it_computes(
         asking = threading.Thread(target=ask_for_long, args=(server.url,))
         asking.start()
         with httpx.Client(trust_env=False) as http:
-            while "semantic_requests_running 1" not in http.get(f"{server.url}/metrics").text:
-                time.sleep(0.01)
+            metrics = f"{server.url}/metrics"
+            await_that(lambda: "semantic_requests_running 1" in http.get(metrics).text)
         assert server.stop() == 0
         asking.join(20)
     summary = f"{compute['dtype']} on cpu, {compute['num_threads']} thread"
@@ -120,8 +119,7 @@ def test_sigterm_refuses_new_work_and_lets_replies_end(tmp_path: Path) -> None:
             lines = answer.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
-            while http.get("/health/ready").status_code == 200:
-                time.sleep(0.01)
+            await_that(lambda: http.get("/health/ready").status_code != 200)
             assert http.get("/health/live").json()["state"] == "draining"
             assert http.post(path, json=body).status_code == 503
             assert [line for line in lines if line][-1] == "data: [DONE]"
@@ -143,8 +141,7 @@ def test_clients_that_hold_up_a_stop_are_cut_off_by_a_second_ctrl_c_or_in_time(
                 assert next(answer.iter_lines())
                 for _ in range(num_signals):
                     server.process.send_signal(signal.SIGINT)
-                    while '"stopping"' not in server.output:
-                        time.sleep(0.05)
+                    await_that(lambda: '"stopping"' in server.output)
                 assert server.process.wait(60) == 0
     assert "Traceback" not in server.output
     assert server.output.count("open connections are cut") == 1

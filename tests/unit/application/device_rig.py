@@ -17,6 +17,7 @@ from semantic.application.requests.reply import ReplyHub
 from semantic.domain.pool import BlockPool
 from semantic.ports.backend import Step, Ticket
 from semantic.ports.inbound import ModelState
+from tests.waiting import await_that
 
 
 def gate_to(device: DeviceThread, timeout_s: float = 60) -> ModelGate:
@@ -82,6 +83,5 @@ def ready_device(model: LoadedModel) -> Iterator[tuple[DeviceThread, ReplyHub]]:
     hub = ReplyHub()
     limits = EngineLimits(default_max_tokens=9, batch_window_ms=0)
     with running_device(lambda _: model, hub.emit, limits) as thread:
-        while thread.state is ModelState.LOADING:
-            thread.join(0.01)
+        await_that(lambda: thread.state is not ModelState.LOADING)
         yield thread, hub

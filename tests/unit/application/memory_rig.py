@@ -2,7 +2,6 @@
 
 import hashlib
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -35,6 +34,7 @@ from semantic.ports.storage import (
 from tests.unit.adapters.outbound.ledger.ledger_values import LedgerModel
 from tests.unit.application.engine_rig import ROOT
 from tests.unit.application.ledger_rig import exchange_of
+from tests.waiting import await_that
 
 ENTRY_BYTES = 8
 HEADER_BYTES = 1000
@@ -253,11 +253,8 @@ class MemoryRig:
 
     def settle(self) -> None:
         """Wait until nothing is read any more, and all that came of it is written."""
-        for _ in range(10_000):
-            if not self.store.loader.is_busy:
-                return self.flush()
-            time.sleep(0.001)
-        raise AssertionError("reading does not end")
+        await_that(lambda: not self.store.loader.is_busy)
+        self.flush()
 
     def close(self) -> None:
         self.files.gate.set()

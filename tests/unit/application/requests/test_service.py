@@ -53,6 +53,7 @@ from semantic.ports.inbound import EmbeddingRequest, Reply
 from semantic.ports.storage import LedgerChange
 from tests.unit.application.device_rig import gate_to, hold, ready_device
 from tests.unit.application.ledger_rig import agents_of
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.unit
 
@@ -453,8 +454,7 @@ async def test_requests_that_are_never_prepared_are_refused_and_the_problem_is_t
         with pytest.raises(OverloadedError, match="too many"):
             await service.start(REQUEST, Principal("local"))
         grammar.gate.set()
-        while service.problem:  # noqa: ASYNC110 - it is the state that is waited for
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(await_that, lambda: not service.problem)
         reply = await service.start(REQUEST, Principal("local"))
         reply.cancel()
 

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from semantic.adapters.outbound.backends.fake import FakeTokenizer
 from semantic.adapters.outbound.grammar.trial import EXCEEDED, GrammarTrials
 from semantic.adapters.outbound.grammar.vocabulary import Layout
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.unit
 
@@ -75,10 +75,7 @@ def test_a_worker_ends_with_its_server_however_that_ends() -> None:
         assert parent.stdout.readline() == "ready\n"
         assert is_alive(worker)
         parent.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while is_alive(worker) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_alive(worker)
+    await_that(lambda: not is_alive(worker))
 
 
 def is_alive(pid: int) -> bool:
