@@ -27,7 +27,8 @@ from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.models.gate import ModelGate
 from semantic.application.models.registry import ModelRegistry, SwapPolicy
 from semantic.application.models.runtime import Runtime, RuntimeSettings
-from semantic.application.requests.limits import Access, RateLimits
+from semantic.application.requests.access import Access
+from semantic.application.requests.limits import RateLimits
 from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService
 from semantic.application.requests.stateful import StatefulChat

@@ -1,13 +1,14 @@
 """The path of a request from a protocol to the engine and back.
 
-1. `service.py`: a protocol calls `InferenceService.start`. If the model must be loaded first, the
+1. `access.py`: the HTTP adapter authenticates the request by its API key.
+2. `service.py`: a protocol calls `InferenceService.start`. If the model must be loaded first, the
    request waits for it (`application/models`); then rate limits are checked (`limits.py`).
-2. `prepare.py`: in a separate thread, the conversation becomes tokens (`application/prompt`) and
+3. `prepare.py`: in a separate thread, the conversation becomes tokens (`application/prompt`) and
    then a job with a maximum length, a grammar, and a budget for thinking (`thinking_budget.py`).
-3. `identity.py`: as part of that, the agent of the turn is found by name or by the prompt's tokens,
+4. `identity.py`: as part of that, the agent of the turn is found by name or by the prompt's tokens,
    and claimed.
-4. `service.py` submits the job to the device's thread (`application/engine`).
-5. `reply.py`: the engine's events cross to the event loop, are parsed (`application/parsing`) and
+5. `service.py` submits the job to the device's thread (`application/engine`).
+6. `reply.py`: the engine's events cross to the event loop, are parsed (`application/parsing`) and
    queued for the reader. At the end the turn is logged (`application/agents`). Then end hooks run:
    they release the claim, publish an event to the feed, and start the agent's next turn.
 

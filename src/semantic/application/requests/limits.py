@@ -1,4 +1,4 @@
-"""Authentication, and rate limits: requests and tokens per minute, concurrent replies.
+"""Rate limits: requests and tokens per minute, concurrent replies.
 
 Each limit is a token bucket that holds one minute's worth and refills continuously. A request is
 admitted if each of its buckets (global, per key, per agent) holds at least 1. Prompt tokens are
@@ -11,17 +11,12 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from semantic.domain.access import LIMIT_KINDS, Allowance, KeyRing, LimitKind, Rate
-from semantic.domain.agents import LOCAL_TENANT, Principal, Reuse
-from semantic.domain.errors import (
-    AuthenticationError,
-    GenerationTimeoutError,
-    InvalidRequestError,
-    RateLimitedError,
-)
+from semantic.domain.agents import Principal, Reuse
+from semantic.domain.errors import GenerationTimeoutError, RateLimitedError
 from semantic.domain.events import Failed, Finished
 
 _MINUTE_S = 60.0
@@ -233,69 +228,3 @@ class Ticket:
 def _allowance(kind: LimitKind, bucket: Bucket) -> Allowance:
     remaining = max(0, math.floor(bucket.level))
     return Allowance(kind, bucket.per_minute, remaining, bucket.wait_s(bucket.per_minute))
-
-
-# -- authentication -------------------------------------------------------------------------------
-
-
-class Access:
-    """Authenticates requests against the current API keys.
-
-    Thread-safe: `reload` replaces the key ring as a whole.
-
-    Attributes:
-        ring: All keys and limits.
-    """
-
-    def __init__(self, load: Callable[[], KeyRing], principal: Callable[[str], Principal]) -> None:
-        """Load the keys.
-
-        Args:
-            load: Reads the keys from their source.
-            principal: Finds a tenant, or creates it with its own salt.
-
-        Raises:
-            InvalidRequestError: the keys cannot be read.
-        """
-        self._load = load
-        self._principal = principal
-        self.ring = load()
-
-    def reload(self) -> None:
-        """Load the keys again; if that fails, the current keys stay in force.
-
-        Raises:
-            InvalidRequestError: the keys cannot be read, or there are none although there were
-                some: a lost key file must not make the server public.
-        """
-        ring = self._load()
-        if self.ring.is_guarded and not ring.is_guarded:
-            raise InvalidRequestError(
-                "there are no keys any more; those in force stay until a restart.", param="key_file"
-            )
-        self.ring = ring
-
-    def authenticate(self, secrets: Iterable[str]) -> Principal:
-        """Return the principal of a request.
-
-        Args:
-            secrets: The keys that the request sent; clients may send two.
-
-        Raises:
-            AuthenticationError: none of them is valid. The message does not reveal the cause.
-        """
-        ring = self.ring
-        if not ring.is_guarded:
-            return self._known(ring, LOCAL_TENANT, is_admin=True)
-        for key in map(ring.find, secrets):
-            if key is not None:
-                return self._known(ring, key.tenant, key_id=key.id, is_admin=key.is_admin)
-        raise AuthenticationError(
-            "a valid key is needed: send it as x-api-key, or as authorization: Bearer."
-        )
-
-    def _known(
-        self, ring: KeyRing, tenant: str, *, key_id: str = "", is_admin: bool = False
-    ) -> Principal:
-        weight = ring.policy(tenant).weight
-        return replace(self._principal(tenant), weight=weight, key_id=key_id, is_admin=is_admin)
