@@ -6,8 +6,7 @@
 4. `special_text.py` guards text from clients, so that it cannot become a special token. After the
    template has rendered, it encodes only runs of text that are not in its cache.
 5. `replay.py` returns the sampled tokens of a reply that this server generated and a client sends
-   back as text.
+   back as text. Its `LruCache` bounds the caches of these modules.
 
-`lru_cache.py` is the bounded cache that these modules use. An agent's prompts always show the date
-of its first turn.
+An agent's prompts always show the date of its first turn.
 """

@@ -19,8 +19,8 @@ from datetime import date
 from itertools import takewhile
 
 from semantic.application.prompt.compose import Composer, TemplateInput, num_leading_system
-from semantic.application.prompt.lru_cache import LruCache
 from semantic.application.prompt.replay import (
+    LruCache,
     PromptDigest,
     ReplayKey,
     ReplayStore,

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple, TypeAlias
 
-from semantic.application.prompt.lru_cache import LruCache
+from semantic.application.prompt.replay import LruCache
 from semantic.domain.chat import JsonObject, JsonValue
 from semantic.ports.text import SpecialToken, TokenizerPort
 
