@@ -34,6 +34,29 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of madvise
 Pin = Callable[[int, int], bool]  # of an address and a size in bytes; False if the device refuses
 
 
+class ArrivingBytes:
+    """Pinned memory that a running copy writes to; see `PendingBytes`."""
+
+    def __init__(self, memory: memoryview, wait: Callable[[], None]) -> None:
+        """Wrap memory.
+
+        Args:
+            memory: What the copy writes to.
+            wait: Waits for the copy without blocking other threads; raises `CacheCorruptionError`
+                if the copy failed.
+        """
+        self._memory = memory
+        self._wait = wait
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.nbytes
+
+    def wait(self) -> memoryview:
+        self._wait()
+        return self._memory
+
+
 class FreePieces:
     """The free pieces of slabs, by address. Not thread-safe.
 

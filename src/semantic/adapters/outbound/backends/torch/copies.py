@@ -4,46 +4,34 @@ Copies to pageable memory reach a sixth of the link's speed and block the caller
 packs a block in stream order with the steps, and copies it while the next steps run.
 """
 
+import functools
 from collections import deque
 
 import torch
 
-from semantic.adapters.outbound.backends.pinned import PinnedMemory
+from semantic.adapters.outbound.backends.pinned import ArrivingBytes, PinnedMemory
 from semantic.domain.errors import CacheCorruptionError
 from semantic.ports.backend import HostBuffer
 
 
-class ArrivingBytes:
-    """Host memory that a running copy writes to; see `PendingBytes`."""
+def is_over(done: torch.cuda.Event) -> bool:
+    """Whether the device no longer uses the memory of a copy; also true after a failed copy."""
+    try:
+        return bool(done.query())  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return True  # `wait_for` reports the error to the reader of these bytes
 
-    def __init__(self, memory: memoryview, done: torch.cuda.Event) -> None:
-        self._memory = memory
-        self._done = done
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the copy in bytes."""
-        return self._memory.nbytes
+def wait_for(done: torch.cuda.Event) -> None:
+    """Wait for a copy, releasing the GIL.
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the device no longer uses the memory; also true after a failed copy."""
-        try:
-            return bool(self._done.query())  # type: ignore[no-untyped-call]
-        except RuntimeError:
-            return True  # `wait` reports the error to the reader of these bytes
-
-    def wait(self) -> memoryview:
-        """Wait for the copy, releasing the GIL.
-
-        Raises:
-            CacheCorruptionError: the copy failed.
-        """
-        try:
-            self._done.synchronize()
-        except RuntimeError as error:
-            raise CacheCorruptionError(f"state was not copied: {error}") from error
-        return self._memory
+    Raises:
+        CacheCorruptionError: the copy failed.
+    """
+    try:
+        done.synchronize()
+    except RuntimeError as error:
+        raise CacheCorruptionError(f"KV cache was not copied: {error}") from error
 
 
 class DeviceCopies:
@@ -53,11 +41,11 @@ class DeviceCopies:
         self._memory = memory
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # The device writes here even if the block was dropped: no reuse until the copy is done.
-        self._under_way: deque[ArrivingBytes] = deque()
+        self._under_way: deque[tuple[torch.cuda.Event, memoryview]] = deque()
 
     def copy_out(self, name: str, tensor: torch.Tensor) -> HostBuffer | None:
         """Start to copy a tensor; None if no pinned memory is free."""
-        while self._under_way and self._under_way[0].is_there:
+        while self._under_way and is_over(self._under_way[0][0]):
             self._under_way.popleft()
         memory = self._memory.allocate(tensor.numel() * tensor.element_size())
         if memory is None:
@@ -70,8 +58,8 @@ class DeviceCopies:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         packed.record_stream(self._stream)
-        arriving = ArrivingBytes(memory, done)
-        self._under_way.append(arriving)
+        self._under_way.append((done, memory))
+        arriving = ArrivingBytes(memory, functools.partial(wait_for, done))
         number_format = str(tensor.dtype).removeprefix("torch.")
         return HostBuffer(name, tuple(tensor.shape), number_format, arriving)
 

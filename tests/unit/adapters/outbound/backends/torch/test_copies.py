@@ -24,11 +24,9 @@ class FailedEvent:
 
 def test_a_failed_copy_is_reported_to_its_reader_alone() -> None:
     """Later copies look whether it is done, and must not fail because of it."""
-    arriving = copies.ArrivingBytes(memoryview(b"1234"), FailedEvent())
-    assert arriving.is_there
-    assert arriving.nbytes == 4
+    assert copies.is_over(FailedEvent())
     with pytest.raises(CacheCorruptionError, match="invalid argument"):
-        arriving.wait()
+        copies.wait_for(FailedEvent())
 
 
 @needs_cuda

@@ -19,7 +19,7 @@ import numpy as np
 
 from semantic.adapters.outbound.backends.mlx.caches import Array
 from semantic.adapters.outbound.backends.mlx.cuda.kernels import Kernel
-from semantic.adapters.outbound.backends.pinned import PinnedMemory
+from semantic.adapters.outbound.backends.pinned import ArrivingBytes, PinnedMemory
 from semantic.domain.errors import CacheCorruptionError
 
 UNIT = 16  # bytes that a GPU thread copies at once
@@ -132,31 +132,13 @@ class Copying:
             except RuntimeError as error:
                 self._failure = str(error)
             if self._failure:
-                raise CacheCorruptionError(f"state was not copied: {self._failure}")
+                raise CacheCorruptionError(f"KV cache was not copied: {self._failure}")
             self.memory.clear()
 
     def settle(self) -> None:
         """Wait until they are complete or failed; readers of the bytes get the error."""
         with contextlib.suppress(CacheCorruptionError):
             self.wait()
-
-
-class ArrivingBytes:
-    """Host memory that a running copy writes to; see `PendingBytes`."""
-
-    def __init__(self, memory: memoryview, copying: Copying) -> None:
-        self._memory = memory
-        self._copying = copying
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the copy in bytes."""
-        return self._memory.nbytes
-
-    def wait(self) -> memoryview:
-        """Wait for the copy, without blocking other threads."""
-        self._copying.wait()
-        return self._memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +193,7 @@ class Transfer:
         spans += [_address(memory), span.row, span.num_tokens, span.start % ring, ring]
         self._asked.after = after
         self._asked.memory.append(memory)
-        return ArrivingBytes(memory, self._asked)
+        return ArrivingBytes(memory, self._asked.wait)
 
     @property
     def asked(self) -> Copying:

@@ -70,7 +70,7 @@ def test_a_copy_that_fails_is_a_miss() -> None:
     copying = transfer.Copying(lambda: None)
     copying.note_begun([], "an illegal memory access was encountered")
     with pytest.raises(CacheCorruptionError, match="illegal memory access"):
-        transfer.ArrivingBytes(memoryview(b"12"), copying).wait()
+        pinned.ArrivingBytes(memoryview(b"12"), copying.wait).wait()
     copying.settle()
 
 
