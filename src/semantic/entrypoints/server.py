@@ -28,14 +28,13 @@ from semantic.adapters.inbound.agents.cache import CacheApi
 from semantic.adapters.inbound.agents.routes import IMPORT_PATH, AgentApi
 from semantic.adapters.inbound.anthropic.routes import anthropic_router
 from semantic.adapters.inbound.http.connections import (
-    CapacityCheck,
     ConnectionLimits,
     Listener,
     OpenConnections,
     raise_descriptor_limit,
 )
 from semantic.adapters.inbound.http.errors import allowance_headers, install_error_handlers
-from semantic.adapters.inbound.http.guard import Guard, current_principal
+from semantic.adapters.inbound.http.guard import CapacityCheck, Guard, current_principal
 from semantic.adapters.inbound.http.health import Condition, health_router, metrics_router
 from semantic.adapters.inbound.http.middleware import (
     LOCAL_ORIGINS,

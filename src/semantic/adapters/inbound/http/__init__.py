@@ -3,7 +3,8 @@
 1. `connections.py` limits the number of connections, and how long a client may stay silent.
 2. `middleware.py` completes short paths, writes the access log, answers HEAD, refuses foreign hosts
    and origins, and decompresses and limits bodies.
-3. `guard.py` authenticates the request by its API key, and checks what the key permits.
+3. `guard.py` refuses requests on surplus connections, authenticates the request by its API key, and
+   checks what the key permits.
 4. `errors.py` has one table from errors to statuses and to both vendors' formats.
 5. `streaming.py` sends replies as server-sent events in one loop, with heartbeats, progress and
    failures, and cancels the reply when the client disconnects.

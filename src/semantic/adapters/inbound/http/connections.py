@@ -18,12 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from starlette.responses import Response
-from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
-
-from semantic.adapters.inbound.http.errors import error_response
-from semantic.adapters.inbound.http.middleware import RequestCheck
 
 _log = structlog.get_logger(__name__)
 
@@ -34,7 +29,7 @@ _ACCEPTED_AT_ONCE = 16
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _TELL_EVERY_S = 60.0
 # Keys in a request's state: its connection, and whether that one is beyond the limit.
-CONNECTION, _FULL = "connection", "is_full"
+CONNECTION, IS_BEYOND_LIMIT = "connection", "is_full"
 
 
 def raise_descriptor_limit() -> int:
@@ -118,7 +113,7 @@ class OpenConnections:
         if num_over > self.limits.num_spare:
             self._cut(connection)
         elif num_over > 0:
-            connection.app_state = {**connection.app_state, _FULL: True}
+            connection.app_state = {**connection.app_state, IS_BEYOND_LIMIT: True}
 
     def leave(self, connection: "Connection") -> None:
         """Remove a closed connection."""
@@ -300,17 +295,3 @@ class Listener(socket.socket):
             if is_short:
                 self._pool.make_room()
             raise
-
-
-class CapacityCheck(RequestCheck):
-    """Answers 503 on connections beyond the limit, except to health checks and cancels."""
-
-    def refusal(self, scope: Scope) -> Response | None:
-        """Return an error if the connection is beyond the limit."""
-        path = scope["path"]
-        is_urgent = path.startswith("/health") or path.endswith("/cancel")
-        if is_urgent or not scope.get("state", {}).get(_FULL):
-            return None
-        message = "all connections are in use (max_connections); try again later."
-        headers = {"connection": "close", "retry-after": "1"}
-        return error_response(503, message, "overloaded", headers=headers)

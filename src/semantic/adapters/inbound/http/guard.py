@@ -1,4 +1,4 @@
-"""Authenticates requests by their API key, and checks what the key permits.
+"""Refuses requests on surplus connections, and what a request's API key does not permit.
 
 Health probes and the page's files need no key. If keys are configured, all other paths need one,
 and paths that concern all tenants need an admin key. Endpoints call `current_principal` to learn
@@ -12,10 +12,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from semantic.adapters.inbound.http.connections import CONNECTION, Connection
+from semantic.adapters.inbound.http.connections import CONNECTION, IS_BEYOND_LIMIT, Connection
 from semantic.adapters.inbound.http.errors import allowance_headers, error_response
-from semantic.adapters.inbound.http.middleware import Middleware, read_off
-from semantic.application.requests.limits import Access, RateLimits
+from semantic.adapters.inbound.http.middleware import Middleware, RequestCheck, read_off
+from semantic.application.requests.access import Access
+from semantic.application.requests.limits import RateLimits
 from semantic.domain.agents import Principal
 from semantic.domain.errors import AuthenticationError
 
@@ -30,6 +31,19 @@ _current: ContextVar[Principal] = ContextVar("principal")
 def current_principal() -> Principal:
     """Return the principal on whose behalf the current request runs."""
     return _current.get()
+
+
+class CapacityCheck(RequestCheck):
+    """Answers 503 on connections beyond the limit, except to health checks and cancels."""
+
+    def refusal(self, scope: Scope) -> Response | None:
+        path = scope["path"]
+        is_urgent = path.startswith("/health") or path.endswith("/cancel")
+        if is_urgent or not scope.get("state", {}).get(IS_BEYOND_LIMIT):
+            return None
+        message = "all connections are in use (max_connections); try again later."
+        headers = {"connection": "close", "retry-after": "1"}
+        return error_response(503, message, "overloaded", headers=headers)
 
 
 class Guard(Middleware):
