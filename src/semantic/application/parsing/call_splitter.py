@@ -98,7 +98,7 @@ class CallSplitter(Splitter):
         self,
         tool_format: ToolFormat,
         tools: Sequence[ToolSpec],
-        numbers: CallNumbers,
+        new_id: Callable[[], str],
         *,
         must_call: bool = False,
     ) -> None:
@@ -107,7 +107,7 @@ class CallSplitter(Splitter):
         Args:
             tool_format: The model family's notation for calls.
             tools: The tools that may be called.
-            numbers: Creates the events of the reply's calls.
+            new_id: Creates the ids of calls.
             must_call: The reply must be a call; so a cut-off reply that begins like one is dropped
                 instead of emitted as text.
         """
@@ -117,7 +117,7 @@ class CallSplitter(Splitter):
         self._markers = CALL_MARKERS[tool_format]
         self._syntax = SYNTAXES[tool_format]
         self._tools = {tool.name: tool for tool in tools}
-        self._numbers = numbers
+        self._numbers = CallNumbers(new_id)
         self._state = _State.TEXT
         self._leading = self._syntax.leading  # begins a call here without the marker
         self._is_after_call = False

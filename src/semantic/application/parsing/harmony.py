@@ -33,11 +33,11 @@ class HarmonySplitter(Splitter):
     """Splits a reply: a message to a known tool is a call, analysis is thinking, the rest text."""
 
     def __init__(
-        self, tools: Sequence[ToolSpec], numbers: CallNumbers, sign: Callable[[], str]
+        self, tools: Sequence[ToolSpec], new_id: Callable[[], str], sign: Callable[[], str]
     ) -> None:
         super().__init__()
         self._names = {tool.name for tool in tools}
-        self._numbers = numbers
+        self._numbers = CallNumbers(new_id)
         self._sign = sign
         self._body = _Body.TEXT
         self._is_header = False

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from semantic.application.parsing.call_splitter import CallNumbers, CallSplitter
+from semantic.application.parsing.call_splitter import CallSplitter
 from semantic.application.parsing.harmony import HarmonySplitter
 from semantic.application.parsing.splitter import Splitter, ThinkingSplitter
 from semantic.domain.chat import (
@@ -70,16 +70,16 @@ class ReplyParser:
         """
         self._is_parallel = is_parallel
         self._is_over = False
-        self._numbers = CallNumbers(new_id)
+        self._has_calls = False
         self._splitters: list[Splitter] = []
         if reply_format.tools is ToolFormat.HARMONY:
-            self._splitters.append(HarmonySplitter(tools, self._numbers, sign))
+            self._splitters.append(HarmonySplitter(tools, new_id, sign))
             return
         if reply_format.thinking is not None:
             thinking = ThinkingSplitter(reply_format.thinking, is_open=is_thinking_open, sign=sign)
             self._splitters.append(thinking)
         if tools:
-            calls = CallSplitter(reply_format.tools, tools, self._numbers, must_call=must_call)
+            calls = CallSplitter(reply_format.tools, tools, new_id, must_call=must_call)
             self._splitters.append(calls)
 
     def push(self, event: Event) -> list[Event]:
@@ -92,7 +92,7 @@ class ReplyParser:
                 return self._wanted(events)
             case Finished(reason):
                 events = self._flush(is_cut=reason is not FinishReason.END_TURN)
-                if reason is FinishReason.END_TURN and self._numbers.num_calls:
+                if reason is FinishReason.END_TURN and self._has_calls:
                     reason = FinishReason.TOOL_USE
                 return [*events, replace(event, reason=reason)]
             case Failed():
@@ -107,6 +107,7 @@ class ReplyParser:
         return self._wanted(events)
 
     def _wanted(self, events: list[Event]) -> list[Event]:
+        self._has_calls |= any(isinstance(event, ToolCallStarted) for event in events)
         if self._is_parallel:
             return events
         wanted: list[Event] = []

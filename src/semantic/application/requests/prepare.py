@@ -276,7 +276,7 @@ def _constraint(
     shape: ReplyShape, max_tokens: int, beginning: str, model: LoadedModel
 ) -> TokenConstraint | None:
     """Return a constraint for the reply's form, advanced past the reply's given beginning."""
-    if model.grammar is None:
+    if model.grammar is None or shape.is_free:
         return None
     encode, encode_plain = model.tokenizer.encode, model.tokenizer.encode_plain
     begun = (*encode(shape.opening), *encode_plain(beginning))

@@ -27,6 +27,7 @@ from semantic.domain.agents import Agent, Principal, Quota
 from semantic.domain.chat import (
     AgentHint,
     ChatRequest,
+    JsonFormat,
     JsonObject,
     Message,
     RawPrompt,
@@ -447,7 +448,8 @@ async def test_requests_that_are_never_prepared_are_refused_and_the_problem_is_t
     model = LoadedModel("fake", FakeBackend(), FakeTokenizer(), grammar=grammar)
     with ready_device(model) as device:
         service = InferenceService(*device, agents, ReplayStore(), gate=gate_to(device[0], 1))
-        starts = [service.start(REQUEST, Principal("local")) for _ in range(NUM_THREADS)]
+        request = replace(REQUEST, output_format=JsonFormat())
+        starts = [service.start(request, Principal("local")) for _ in range(NUM_THREADS)]
         errors = await asyncio.gather(*starts, return_exceptions=True)
         assert {type(error) for error in errors} == {GenerationTimeoutError}
         assert "no request can be prepared" in service.problem
