@@ -31,7 +31,7 @@ def test_ray_takes_the_manifests_application() -> None:
     require_cluster()
     from ray.serve.schema import ServeDeploySchema
 
-    from semantic.entrypoints.ray_app import build
+    from semantic.cluster.entrypoints.ray_app import build
 
     config = yaml.safe_load(yaml.safe_load(MANIFEST.read_text())["spec"]["serveConfigV2"])
     (application,) = ServeDeploySchema.model_validate(config).applications

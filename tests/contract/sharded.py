@@ -8,7 +8,7 @@ import numpy as np
 
 from semantic.adapters.outbound.backends.fake import FakeBackend, _Sequence, fake_spec
 from semantic.adapters.outbound.backends.sampler import Logits
-from semantic.adapters.outbound.backends.sharded import ShardedBackend, mirror
+from semantic.cluster.adapters.sharded import ShardedBackend, mirror
 from semantic.ports.backend import ModelBackendPort
 from tests.contract.models import BLOCK_TOKENS
 

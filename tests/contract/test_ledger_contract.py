@@ -11,12 +11,12 @@ from typing import Protocol, TypeAlias
 import pytest
 
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
+from semantic.cluster.ports import LeaseStorePort
 from semantic.domain.agents import Agent, Pointer
 from semantic.domain.errors import CachePersistenceError, ConflictError
 from semantic.ports.storage import (
     AdvanceHead,
     DropAgent,
-    LeasePort,
     LedgerPort,
     MarkDurable,
     PutAgent,
@@ -40,7 +40,7 @@ from tests.waiting import await_that
 pytestmark = pytest.mark.contract
 
 
-class SharedLedger(LedgerPort, LeasePort, Protocol):
+class SharedLedger(LedgerPort, LeaseStorePort, Protocol):
     """Both in one, as the ledger of several servers is."""
 
 
@@ -77,7 +77,7 @@ def shared_ledger(database_url: str) -> Iterator[SharedLedger]:
 
 def postgres_ledger(url: str) -> SharedLedger:
     pytest.importorskip("psycopg")
-    from semantic.adapters.outbound.ledger.postgres import PostgresLedger
+    from semantic.cluster.adapters.postgres import PostgresLedger
 
     return PostgresLedger(url, SqliteLedger(None))
 
@@ -269,7 +269,7 @@ def test_a_lease_that_ran_out_and_nobody_took_still_holds(shared_ledger: SharedL
 
 def test_servers_hear_what_others_do_and_not_themselves(database_url: str) -> None:
     pytest.importorskip("psycopg")
-    from semantic.adapters.outbound.ledger.postgres import PostgresLedger
+    from semantic.cluster.adapters.postgres import PostgresLedger
 
     mine = PostgresLedger(database_url, SqliteLedger(None))
     theirs = PostgresLedger(database_url, SqliteLedger(None))
@@ -291,7 +291,7 @@ def test_servers_hear_what_others_do_and_not_themselves(database_url: str) -> No
 
 def test_a_database_that_is_gone_or_newer_says_so(database_url: str) -> None:
     pytest.importorskip("psycopg")
-    from semantic.adapters.outbound.ledger.postgres import PostgresLedger
+    from semantic.cluster.adapters.postgres import PostgresLedger
 
     ledger = PostgresLedger(database_url, SqliteLedger(None))
     ledger.load()

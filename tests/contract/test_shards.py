@@ -11,13 +11,13 @@ import pytest
 
 from semantic.adapters.config.settings import load_settings
 from semantic.adapters.outbound.backends.fake import FakeBackend
-from semantic.adapters.outbound.backends.sharded import ShardedBackend, share_of
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.cluster.adapters.sharded import ShardedBackend, share_of
+from semantic.cluster.entrypoints import shards
+from semantic.cluster.entrypoints.shards import load_sharded
 from semantic.domain.errors import DeviceLostError, InvalidRequestError
 from semantic.domain.spec import Compute, ComputeHint
-from semantic.entrypoints import shards
-from semantic.entrypoints.shards import load_sharded
 from semantic.ports.backend import ModelBackendPort, SequenceId, Step, Ticket
 from tests.contract.conftest import make_mlx, require_mlx
 from tests.contract.driver import begin, finish, prompt, restored, sampled, step

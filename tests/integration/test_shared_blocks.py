@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 from semantic.adapters.outbound.backends.fake import fake_spec
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.application.cache.remote import RemoteTier
 from semantic.application.cache.restore_plan import WantedPart
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
+from semantic.cluster.application.object_tier import ObjectTier
+from semantic.cluster.ports import ObjectsPort
 from semantic.domain.blocks import BlockName, BlockPart, PartKey, block_name, pack_tokens
 from semantic.domain.errors import CacheCorruptionError, InvalidRequestError
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload
-from semantic.ports.storage import ObjectsPort, PutAgent, PutTurn
+from semantic.ports.storage import PutAgent, PutTurn
 from tests.http_server import make_settings, run_server
 from tests.postgres import new_schema, num_shared_parts
 from tests.unit.adapters.outbound.ledger.ledger_values import ROOT, agent_of, turn_of
@@ -32,9 +33,9 @@ from tests.waiting import await_that
 
 pytest.importorskip("psycopg")
 pytest.importorskip("obstore")
-from semantic.adapters.outbound.blocks.objects import ObjectBlocks, open_store
-from semantic.adapters.outbound.ledger.postgres import PostgresLedger
-from semantic.adapters.outbound.ledger.shared_parts import SharedParts
+from semantic.cluster.adapters.objects import ObjectBlocks, open_store
+from semantic.cluster.adapters.postgres import PostgresLedger
+from semantic.cluster.adapters.shared_parts import SharedParts
 
 pytestmark = pytest.mark.integration
 
@@ -88,7 +89,7 @@ class Machine:
         own.load()
         files = SafetensorsCache(directory)
         self.disk = DiskTier(files, own, DiskLimits(2**30, 2**30))
-        self.remote = RemoteTier(files, objects, SharedParts(ledger))
+        self.remote = ObjectTier(files, objects, SharedParts(ledger))
         pool = BlockPool(fake_spec(block_tokens=BLOCK), 2**24)
         self.store = AgentCacheStore(pool, self.disk, remote=self.remote)
         self.disk.start(self.store.is_on_disk)
@@ -272,12 +273,12 @@ def test_an_object_that_is_gone_or_bad_is_a_miss_and_is_written_again(
 
 
 @pytest.fixture
-def tier(ledger: PostgresLedger, tmp_path: Path) -> RemoteTier:
+def tier(ledger: PostgresLedger, tmp_path: Path) -> ObjectTier:
     files, objects = SafetensorsCache(tmp_path), ObjectBlocks(open_store("memory:"))
-    return RemoteTier(files, objects, SharedParts(ledger), grace_s=3600)
+    return ObjectTier(files, objects, SharedParts(ledger), grace_s=3600)
 
 
-def publish(tier: RemoteTier, directory: Path, tokens: list[int]) -> BlockPart:
+def publish(tier: ObjectTier, directory: Path, tokens: list[int]) -> BlockPart:
     written = SafetensorsCache(directory).write(
         part_of(tokens), payload_of(tokens, 0), is_synced=False
     )
@@ -286,7 +287,7 @@ def publish(tier: RemoteTier, directory: Path, tokens: list[int]) -> BlockPart:
 
 
 def test_a_writer_that_dies_between_upload_and_row_leaves_nothing_wrong(
-    tier: RemoteTier, ledger: PostgresLedger, tmp_path: Path
+    tier: ObjectTier, ledger: PostgresLedger, tmp_path: Path
 ) -> None:
     part = SafetensorsCache(tmp_path).write(
         part_of([1] * BLOCK), payload_of([1] * BLOCK, 0), is_synced=False
@@ -310,7 +311,7 @@ def age(ledger: PostgresLedger, hours: int = 2) -> None:
 
 
 def test_what_an_agent_reaches_stays_and_the_rest_goes_after_a_grace(
-    tier: RemoteTier, ledger: PostgresLedger, tmp_path: Path
+    tier: ObjectTier, ledger: PostgresLedger, tmp_path: Path
 ) -> None:
     index = SharedParts(ledger)
     kept, lost = (publish(tier, tmp_path, [n] * BLOCK) for n in (1, 2))
@@ -337,7 +338,7 @@ def test_what_an_agent_reaches_stays_and_the_rest_goes_after_a_grace(
 
 
 def test_a_dead_part_that_is_sealed_again_lives(
-    tier: RemoteTier, ledger: PostgresLedger, tmp_path: Path
+    tier: ObjectTier, ledger: PostgresLedger, tmp_path: Path
 ) -> None:
     part = publish(tier, tmp_path, [1] * BLOCK)
     age(ledger)
@@ -405,7 +406,7 @@ def test_whatever_the_order_what_the_index_has_is_in_the_store(
         objects, index = ObjectBlocks(open_store("memory:")), SharedParts(ledger)
         directory = tmp_path_factory.mktemp("files")
         # Writers stop after half a grace, so time that passes here must end theirs.
-        tier = RemoteTier(SafetensorsCache(directory), objects, index, grace_s=3600)
+        tier = ObjectTier(SafetensorsCache(directory), objects, index, grace_s=3600)
         part = SafetensorsCache(directory).write(
             part_of([1] * BLOCK), payload_of([1] * BLOCK, 0), is_synced=False
         )

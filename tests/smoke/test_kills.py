@@ -19,7 +19,9 @@ TALK = [{"role": "user", "content": "Tell me of the rivers. " * 60}]
 
 def _ranks(server: ServerProcess) -> list[int]:
     children = psutil.Process(server.process.pid).children()
-    return [child.pid for child in children if "semantic.entrypoints.shards" in child.cmdline()]
+    return [
+        child.pid for child in children if "semantic.cluster.entrypoints.shards" in child.cmdline()
+    ]
 
 
 def test_a_killed_rank_ends_in_an_error_a_restart_and_the_same_text(

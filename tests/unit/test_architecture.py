@@ -5,6 +5,8 @@
 A layer may import itself and the layers inside it. The parts of `adapters` do not know each other;
 all may know `SHARED`.
 Inside a layer, chapters import each other in one direction: `CHAPTERS` says which.
+`cluster` is optional and has the same layers. It may import the rest; the rest does not import it.
+`CLUSTER_LOADER` loads it by name, and no other module contains that name.
 """
 
 import ast
@@ -23,6 +25,10 @@ FILES = sorted(path.relative_to(SRC).as_posix() for path in SRC.rglob("*.py"))
 PACKAGE = "semantic"
 LAYERS = ("domain", "ports", "application", "adapters", "entrypoints")
 STANDARD_LIBRARY_ONLY = ("domain", "ports", "application")
+CLUSTER = "cluster"
+CLUSTER_LOADER = "semantic/entrypoints/cluster_loader.py"
+# Modules that import by a name that is computed: the cluster, and MLX's libraries.
+COMPUTED_IMPORTS = (CLUSTER_LOADER, "semantic/adapters/outbound/backends/mlx/runtime.py")
 SHARED = "validation"  # a module of `adapters` that stands beside its parts
 # What each chapter may import besides itself and modules that stand in no chapter.
 CHAPTERS = {
@@ -89,10 +95,17 @@ def imported_names(tree: ast.Module, path: str) -> Iterator[tuple[int, tuple[str
                 yield node.lineno, tuple(name.split("."))
 
 
+def is_in_cluster(name: tuple[str, ...]) -> bool:
+    return name[:2] == (PACKAGE, CLUSTER)
+
+
 def place(name: tuple[str, ...]) -> tuple[str, str]:
     """The layer a module of ours belongs to, and its part of the adapters."""
     if name == (PACKAGE, "__main__"):
         return "entrypoints", ""
+    if is_in_cluster(name):
+        layer, _ = place((PACKAGE, *name[2:]))
+        return layer, "outbound" if layer == "adapters" else ""
     layer = name[1] if len(name) > 1 and name[1] in LAYERS else ""
     part = name[2] if layer == "adapters" and len(name) > 2 else ""
     return layer, part
@@ -117,6 +130,8 @@ def is_allowed(importer: tuple[str, ...], imported: tuple[str, ...]) -> bool:
     layer, part = place(importer)
     if imported[0] != PACKAGE:
         return layer not in STANDARD_LIBRARY_ONLY or imported[0] in sys.stdlib_module_names
+    if is_in_cluster(imported) and not is_in_cluster(importer):
+        return False
     other_layer, other_part = place(imported)
     if not other_layer:
         return True  # the package itself: its version
@@ -135,6 +150,34 @@ def import_faults(source: str, path: str) -> list[str]:
         for line, imported in imported_names(ast.parse(source), path)
         if not is_allowed(importer, imported)
     ]
+
+
+def cluster_faults(source: str, path: str) -> list[str]:
+    """Imports by a computed name, and strings that name a module of the cluster.
+
+    Inside the cluster both are allowed.
+    """
+    if is_in_cluster(module_name(path)):
+        return []
+    faults = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(
+                func=ast.Name(id="__import__" | "import_module")
+                | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(), *_],
+            ):
+                pass  # `import_faults` reads it
+            case ast.Call(
+                func=ast.Name(id="__import__" | "import_module")
+                | ast.Attribute(attr="import_module")
+            ) if path not in COMPUTED_IMPORTS:
+                faults.append(f"{path}:{node.lineno} imports by a computed name")
+            case ast.Constant(value=str(text)) if (
+                f"{PACKAGE}.{CLUSTER}" in text and path != CLUSTER_LOADER
+            ):
+                faults.append(f"{path}:{node.lineno} names {PACKAGE}.{CLUSTER}")
+    return faults
 
 
 def num_parameters(function: Function) -> int:
@@ -184,6 +227,13 @@ def test_there_is_source_in_every_layer() -> None:
     assert {place(module_name(path))[0] for path in FILES} >= set(LAYERS)
 
 
+def test_one_module_outside_the_cluster_loads_it() -> None:
+    named = [path for path in FILES if f"{PACKAGE}.{CLUSTER}" in (SRC / path).read_text("utf-8")]
+    assert [path for path in named if not is_in_cluster(module_name(path))] == [CLUSTER_LOADER]
+    layers = {place(module_name(path))[0] for path in FILES if is_in_cluster(module_name(path))}
+    assert layers == {"", *LAYERS} - {"domain"}  # "" is the package itself
+
+
 def test_every_folder_is_a_chapter_of_at_most_a_dozen_modules() -> None:
     folders = {PurePosixPath(path).parent for path in FILES}
     books = {"semantic/application", "semantic/adapters/inbound", "semantic/adapters/outbound"}
@@ -216,12 +266,12 @@ def parsed(path: str | PurePosixPath) -> ast.Module:
 
 
 @pytest.mark.parametrize("path", FILES)
-@pytest.mark.parametrize("faults", [import_faults, size_faults])
+@pytest.mark.parametrize("faults", [import_faults, cluster_faults, size_faults])
 def test_the_source_keeps_the_rules(faults: Callable[[str, str], list[str]], path: str) -> None:
     assert faults((SRC / path).read_text(encoding="utf-8"), path) == []
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if module_name(path)[1:2] == ("ports",)])
+@pytest.mark.parametrize("path", [path for path in FILES if place(module_name(path))[0] == "ports"])
 def test_a_port_documents_its_methods(path: str) -> None:
     assert docstring_faults((SRC / path).read_text(encoding="utf-8"), path) == []
 
@@ -235,6 +285,10 @@ INBOUND = "semantic/adapters/inbound/http/streaming.py"
 OUTBOUND = "semantic/adapters/outbound/backends/torch/backend.py"
 CONFIG = "semantic/adapters/config/settings.py"
 ENTRYPOINT = "semantic/entrypoints/bootstrap.py"
+CLUSTER_PORTS = "semantic/cluster/ports.py"
+CLUSTER_APPLICATION = "semantic/cluster/application/leases.py"
+CLUSTER_ADAPTER = "semantic/cluster/adapters/postgres.py"
+CLUSTER_ENTRYPOINT = "semantic/cluster/entrypoints/shards.py"
 
 
 @pytest.mark.parametrize(
@@ -276,6 +330,22 @@ ENTRYPOINT = "semantic/entrypoints/bootstrap.py"
         (DOMAIN, "importlib.import_module('numpy')"),
         (APPLICATION, "import_module('semantic.adapters.outbound.backends.fake')"),
         (DOMAIN, "__import__('numpy')"),
+        # Of the cluster, from outside it:
+        (APPLICATION, "from semantic.cluster.application.leases import AgentLeases"),
+        (PORTS, "from semantic.cluster import ports"),
+        (OUTBOUND, "from semantic import cluster"),
+        (ENTRYPOINT, "import semantic.cluster.entrypoints.shared_store"),
+        (ENTRYPOINT, "def f():\n    from ..cluster.entrypoints import shards"),
+        (ENTRYPOINT, "if TYPE_CHECKING:\n    from semantic.cluster.adapters import postgres"),
+        (ENTRYPOINT, "importlib.import_module('semantic.cluster.entrypoints.shards')"),
+        (CLUSTER_LOADER, "from semantic.cluster.entrypoints import shards"),
+        # Inside the cluster, against its layers:
+        (CLUSTER_PORTS, "from semantic.application.cache import writer"),
+        (CLUSTER_APPLICATION, "import psycopg"),
+        (CLUSTER_APPLICATION, "from semantic.cluster.adapters import postgres"),
+        (CLUSTER_APPLICATION, "from semantic.adapters.outbound.ledger import sqlite"),
+        (CLUSTER_ADAPTER, "from semantic.cluster.entrypoints import shards"),
+        (CLUSTER_ADAPTER, "from semantic.adapters.config.settings import Settings"),
         # Against the order of the chapters:
         ("semantic/application/cache/store.py", "from semantic.application.engine import engine"),
         ("semantic/application/agents/ledger.py", "from ..requests.identity import Identities"),
@@ -307,11 +377,46 @@ def test_a_forbidden_import_is_found(path: str, source: str) -> None:
         (ENTRYPOINT, "from semantic.adapters.config import settings\nimport uvicorn"),
         (ENTRYPOINT, "from semantic.adapters.outbound.backends import fake"),
         ("semantic/__main__.py", "from semantic.entrypoints.cli.app import main"),
+        (
+            CLUSTER_APPLICATION,
+            "from semantic.cluster import ports\nfrom semantic.ports import storage",
+        ),
+        (CLUSTER_APPLICATION, "from semantic.application.cache.writer import ReadCost"),
+        (CLUSTER_ADAPTER, "import psycopg\nfrom semantic.adapters.outbound.ledger import schema"),
+        (CLUSTER_ADAPTER, "from semantic.adapters.outbound.backends import common"),
+        (CLUSTER_ENTRYPOINT, "from semantic.cluster.adapters import sharded"),
+        (CLUSTER_ENTRYPOINT, "import ray\nfrom semantic.entrypoints.bootstrap import bootstrap"),
         (DOMAIN, "text = 'import numpy'  # import torch"),
     ],
 )
 def test_an_allowed_import_is_not_found(path: str, source: str) -> None:
     assert import_faults(source, path) == []
+
+
+@pytest.mark.parametrize(
+    "path, source",
+    [
+        (ENTRYPOINT, "importlib.import_module(name)"),
+        (ENTRYPOINT, "import_module(f'{package}.shards')"),
+        (APPLICATION, "__import__(name)"),
+        (ENTRYPOINT, "NAME = 'semantic.cluster.entrypoints'"),
+        (ENTRYPOINT, "run(['python', '-m', 'semantic.cluster.entrypoints.shards'])"),
+    ],
+)
+def test_another_way_into_the_cluster_is_found(path: str, source: str) -> None:
+    assert len(cluster_faults(source, path)) == 1
+
+
+@pytest.mark.parametrize(
+    "path, source",
+    [
+        (CLUSTER_LOADER, "import_module(f'{package}.shards')\nNAME = 'semantic.cluster'"),
+        (CLUSTER_ENTRYPOINT, "import_module(name)\nNAME = 'semantic.cluster'"),
+        (ENTRYPOINT, "import_module('torch')\nNAME = 'semantic.domain'"),
+    ],
+)
+def test_the_way_into_the_cluster_is_allowed(path: str, source: str) -> None:
+    assert cluster_faults(source, path) == []
 
 
 def test_a_fault_says_where_it_is() -> None:

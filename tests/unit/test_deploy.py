@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from semantic.adapters.config.settings import ENV_PREFIX, Settings, load_settings
+from semantic.cluster.entrypoints.ray_app import agent_key
 from semantic.entrypoints.bootstrap import bootstrap
-from semantic.entrypoints.ray_app import agent_key
 from tests.http_server import make_settings
 
 pytestmark = pytest.mark.unit

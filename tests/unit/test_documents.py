@@ -19,7 +19,7 @@ _NAMED = re.compile(r"(?<![\w/.-])((?:src|tests|benchmarks|examples|config|deplo
 
 
 _SOURCE = ROOT / "src" / "semantic"
-_LAYERS = "adapters|application|domain|entrypoints|ports"
+_LAYERS = "adapters|application|cluster|domain|entrypoints|ports"
 _NAMED_SOURCE = re.compile(rf"`((?:{_LAYERS})/[\w/]+\.py)`")
 _PACKAGES = sorted(path.parent for path in _SOURCE.rglob("__init__.py"))
 

@@ -6,6 +6,5 @@
 3. `persistence.py`: the state that outlives the process: ledger, blocks, upkeep.
 4. `server.py`: the HTTP application, signals, and shutdown.
 
-`shards.py` starts the processes of a model that is split over several, and `ray_app.py` runs
-servers as replicas under Ray Serve.
+`cluster_loader.py` loads the optional package `cluster/`, for shared stores, replicas and shards.
 """

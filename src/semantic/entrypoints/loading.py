@@ -30,6 +30,7 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.domain.model_names import SHORT_NAMES, ModelNames, served_id
 from semantic.domain.reply_format import detect_reply_format
 from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ComputeHint, ModelCacheSpec
+from semantic.entrypoints.cluster_loader import load_sharded
 from semantic.ports.backend import ModelBackendPort, ModelEntry, ModelSourcePort, OnProgress
 from semantic.ports.telemetry import Measure, TelemetryPort
 
@@ -278,8 +279,6 @@ def _pinned_bytes(settings: Settings) -> int:
 
 
 def _import_shards(name: Literal["torch", "mlx"], settings: Settings) -> MakeBackend:
-    from semantic.entrypoints.shards import load_sharded
-
     return lambda directory, spec, hint: load_sharded(directory, spec, settings, name, hint)
 
 

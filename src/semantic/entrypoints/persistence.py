@@ -8,8 +8,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 import structlog
 
@@ -22,11 +20,9 @@ from semantic.adapters.outbound.cipher import load_cipher
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.cache_admin import ModelCache
 from semantic.application.agents.ledger import AgentLedger, write_at_once
-from semantic.application.agents.sharing import AgentLeases, SharedAgents
 from semantic.application.agents.storage_quota import StorageQuota
 from semantic.application.agents.upkeep import Upkeep
 from semantic.application.cache.formats import ServedFormat, StoredFormats
-from semantic.application.cache.remote import RemoteTier
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.application.engine import drafts as draft_memory
@@ -40,23 +36,13 @@ from semantic.domain.blocks import BlockName, BlockNamespace, BlockOrigin, pack_
 from semantic.domain.errors import (
     CachePersistenceError,
     DrainingError,
-    InvalidRequestError,
     ModelSwapError,
 )
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import ModelCacheSpec
-from semantic.ports.storage import (
-    LedgerChange,
-    LedgerPort,
-    LedgerState,
-    MarkDurable,
-    PutReplay,
-    Repoint,
-)
+from semantic.entrypoints.cluster_loader import open_shared_store
+from semantic.ports.storage import LedgerPort, LedgerState, SharedBlocksPort, WriteChanges
 from semantic.ports.telemetry import TelemetryPort
-
-if TYPE_CHECKING:
-    from semantic.adapters.outbound.ledger.postgres import PostgresLedger
 
 _DRAFT_SHARE = 64  # a budget below this many times the draft memory does not reserve it
 _log = structlog.get_logger(__name__)
@@ -109,8 +95,9 @@ class AgentMemory:
             claim(directory)
             self._lock = DirectoryLock(directory)
         self._own = own = SqliteLedger(directory, cipher=cipher)
-        self._shared = _shared_ledger(settings, own) if settings.store == "shared" else None
-        self.ledger: LedgerPort = self._shared or own
+        is_shared = settings.store == "shared"
+        self._shared = open_shared_store(settings, own) if is_shared else None
+        self.ledger: LedgerPort = own if self._shared is None else self._shared.ledger
         state = self._load()
         self._loss = state.problem
         for problem in filter(None, (self._loss, own.problem)):
@@ -121,15 +108,13 @@ class AgentMemory:
         if directory is not None:
             self._files = SafetensorsCache(directory, self.codec, cipher)
             self.disk = self._make_disk(self._files)
-        self._remote: RemoteTier | None = None
         write = self.disk.change if self.disk else write_at_once(self.ledger)
-        if self._shared is None:
-            settle_s = settings.request_timeout_s if settings.durability == "sync" else None
-            self.agents = AgentLedger(self.ledger, state, write, settle_s=settle_s)
-        else:
-            write = self._write_shared
-            self.agents = self._join(self._shared, state)
-        self.agents.storage = StorageQuota(self.ledger, self._quota)
+        self._shared_blocks: SharedBlocksPort | None = None
+        if self._shared is not None:
+            assert self._files is not None  # noqa: S101 - checked by the settings
+            self._shared_blocks = self._shared.open_blocks(self._files)
+            write = self._shared.writer(write)
+        self.agents = self._make_agents(state, write)
         self.replays = LedgerReplayStore(self.ledger, write)
         if self.disk is not None:
             self.disk.start(self._is_on_disk)  # agents may change before a model is loaded
@@ -141,6 +126,18 @@ class AgentMemory:
             self._unlock(is_refused=True)
             raise
 
+    def _make_agents(self, state: LedgerState, write: WriteChanges) -> AgentLedger:
+        settings, shared = self._settings, self._shared
+        if shared is None:
+            settle_s = settings.request_timeout_s if settings.durability == "sync" else None
+            agents = AgentLedger(self.ledger, state, write, settle_s=settle_s)
+        else:
+            agents = AgentLedger(
+                self.ledger, state, write, table=shared.agents, leases=shared.leases
+            )
+        agents.storage = StorageQuota(self.ledger, self._quota)
+        return agents
+
     def _make_disk(self, files: SafetensorsCache) -> DiskTier:
         files.fingerprint_of = self._fingerprint_of
         return DiskTier(
@@ -149,60 +146,19 @@ class AgentMemory:
             telemetry=self._telemetry,
         )
 
-    def _join(self, ledger: "PostgresLedger", state: LedgerState) -> AgentLedger:
-        """Share agents and blocks with other servers, through PostgreSQL and an object store."""
-        settings = self._settings
-        self._remote = self._make_remote(ledger)
-        self._seen = SharedAgents(ledger)
-        leases = AgentLeases(ledger, settings.lease_s)
-        return AgentLedger(ledger, state, self._write_shared, table=self._seen, leases=leases)
-
-    def _make_remote(self, ledger: "PostgresLedger") -> RemoteTier:
-        """Open the object store that backs this machine's block files."""
-        from semantic.adapters.outbound.blocks.objects import ObjectBlocks, open_store
-        from semantic.adapters.outbound.ledger.shared_parts import SharedParts
-
-        assert self._files is not None and self._settings.objects_url  # noqa: S101, PT018 - checked
-        objects = ObjectBlocks(open_store(self._settings.objects_url))
-        return RemoteTier(self._files, objects, SharedParts(ledger))
-
-    def _write_shared(self, *changes: LedgerChange) -> Future[None]:
-        """Apply changes before returning; queue those that only move pointers or mark durability.
-
-        Other servers must see a turn when its reply ends.
-        """
-        assert self.disk is not None  # noqa: S101 - checked by the settings
-        if all(isinstance(change, Repoint | MarkDurable) for change in changes):
-            return self.disk.change(*changes)
-        # The synchronous commit of the turn that follows a replay makes the replay durable too.
-        is_synced = not all(isinstance(change, PutReplay) for change in changes)
-        self.ledger.apply(changes, is_synced=is_synced)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
     def listen(self, hear: Callable[[str, str, str], None]) -> None:
         """Report agents that other servers move or delete; does nothing without a shared store.
 
         Args:
             hear: Called with tenant, agent id and turn id, on a thread of the ledger.
         """
-        if self._shared is None:
-            return
-
-        def on_moved(tenant: str, agent_id: str, turn_id: str) -> None:
-            self._seen.forget(tenant, agent_id)
-            try:
-                hear(tenant, agent_id, turn_id)
-            except CachePersistenceError as error:
-                _log.warning("notifications from another server were missed", problem=error.message)
-
-        self._shared.listen(on_moved)
+        if self._shared is not None:
+            self._shared.listen(hear)
 
     @property
     def learn(self) -> Callable[[BlockName, Sequence[int]], None] | None:
         """Looks up blocks of a prompt that other servers stored; None without a shared store."""
-        return self._learn if self._remote is not None else None
+        return self._learn if self._shared_blocks is not None else None
 
     def _learn(self, root: BlockName, tokens: Sequence[int]) -> None:
         store = self.cache.store
@@ -283,7 +239,7 @@ class AgentMemory:
             *(pool, self.disk),
             on_moved=self.agents.log.move,
             telemetry=self._telemetry,
-            remote=self._remote,
+            remote=self._shared_blocks,
         )
         store.serve(spec, roots)
         if settings.draft_tokens and self._memory_bytes >= _DRAFT_SHARE * draft_memory.MEMORY_BYTES:
@@ -301,7 +257,7 @@ class AgentMemory:
                 files=self._files,
                 orphan_ttl_s=settings.orphan_ttl_h * 3600,
             )
-            upkeep.remote = self._remote
+            upkeep.shared = self._shared_blocks
             upkeep.trim_memory = host_memory.trim
             upkeep.formats = self._formats
             self._cache = ModelCache(store, upkeep)
@@ -345,8 +301,8 @@ class AgentMemory:
         """
         disk, cache = self.disk, self._cache
         upkeep = cache.upkeep.problem if cache else ""
-        remote = self._remote.problem if self._remote else ""
-        known = (self._loss, self._own.problem, disk.problem if disk else "", remote, upkeep)
+        shared = self._shared_blocks.problem if self._shared_blocks else ""
+        known = (self._loss, self._own.problem, disk.problem if disk else "", shared, upkeep)
         return "; ".join(filter(None, known))
 
     def close(self, timeout_s: float) -> bool:
@@ -360,11 +316,12 @@ class AgentMemory:
             self._is_closed = True
         if self._cache is not None:
             self._cache.upkeep.stop(timeout_s)
-        if self._remote is not None:
+        if self._shared_blocks is not None:
             if self.disk is not None:  # first, so that `close` uploads these blocks too
                 self.disk.flush(timeout_s / 2)
-            self._remote.close(timeout_s / 2)
-        self.agents.leases.close()
+            self._shared_blocks.close(timeout_s / 2)
+        if self.agents.leases is not None:
+            self.agents.leases.close()
         if self.disk is None:
             self._close_ledger()
             return True
@@ -422,22 +379,3 @@ class AgentMemory:
             if root in tenants:
                 return tenants[root], naming[0]
         return "", ""
-
-
-def _shared_ledger(settings: Settings, own: SqliteLedger) -> "PostgresLedger":
-    """Open the shared PostgreSQL ledger; `own` keeps the index of this machine's files.
-
-    Raises:
-        InvalidRequestError: an optional package is not installed.
-    """
-    try:
-        import obstore as _  # noqa: F401 - reports a missing package at the start
-
-        from semantic.adapters.outbound.ledger.postgres import PostgresLedger
-    except ModuleNotFoundError as error:
-        raise InvalidRequestError(
-            f"store = shared needs {error.name}: pip install 'semantic-server[cluster]'",
-            param="store",
-        ) from error
-    assert settings.database_url is not None  # noqa: S101 - checked by the settings
-    return PostgresLedger(settings.database_url, own)

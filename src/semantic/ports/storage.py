@@ -1,14 +1,13 @@
 """Interfaces of persistent storage: KV cache files, and a ledger of everything else.
 
 Both belong to one directory and one process. The KV cache may be lost at any time without harm,
-since it can be recomputed; the agents and turns of the ledger must not be lost. A ledger shared by
-several processes leases agents to them. It moves an agent's head only if the head is still where
-the writer read it, and only if the writer's lease was not taken over.
+since it can be recomputed; the agents and turns of the ledger must not be lost. Servers that share
+agents and blocks add leases, a table of agents and a tier of shared blocks; a single server has
+none of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -327,97 +326,107 @@ class LedgerPort(Protocol):
         """Write pending changes and close the ledger; no call may follow."""
 
 
-class LeasePort(Protocol):
-    """Leases each agent to one request at a time, across all processes. Thread-safe.
+class AgentTablePort(Protocol):
+    """The latest state of every agent. Thread-safe.
 
-    An epoch identifies a lease; a later lease of an agent has a greater epoch. All methods raise
-    CachePersistenceError if the ledger cannot be reached.
+    A single server keeps all agents in memory. Servers that share a ledger read agents from it, so
+    a call may block. Methods then raise CachePersistenceError if the ledger cannot be read.
     """
 
-    def acquire(self, tenant: str, agent_id: str, *, ttl_s: float) -> int | None:
-        """Acquire the lease of an agent; returns its epoch, None if another request holds it.
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes use the same agents."""
 
-        The agent need not exist yet. A lease that is neither renewed nor released for `ttl_s` may
-        be taken over.
+    def find(self, tenant: str, agent_id: str) -> Agent | None:
+        """Return an agent; None if it does not exist."""
+
+    def of_tenant(self, tenant: str) -> list[Agent]:
+        """Return all agents of a tenant."""
+
+    def known(self) -> list[Agent]:
+        """Return the agents whose KV cache this process may hold."""
+
+    def put(self, agent: Agent, before: Agent | None, epoch: int | None) -> LedgerChange:
+        """Store an agent; returns the ledger change that the caller must write.
+
+        Args:
+            agent: The new state.
+            before: The state that it replaces; None for a new agent.
+            epoch: Epoch of the caller's lease; None if it has none.
         """
 
-    def renew(self, tenant: str, agent_id: str, epoch: int, *, ttl_s: float) -> bool:
-        """Extend a lease by `ttl_s` from now; False if it was released or taken over."""
-
-    def release(self, tenant: str, agent_id: str, epoch: int) -> None:
-        """Release a lease; does nothing if it was released or taken over."""
+    def drop(self, agent: Agent) -> None:
+        """Forget an agent."""
 
 
-class ObjectsPort(Protocol):
-    """Object store for block parts, shared by all servers. Thread-safe.
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to move an agent's head, identified by its epoch."""
 
-    Methods raise CachePersistenceError if the store does not respond.
+    tenant: str
+    agent_id: str
+    epoch: int
+
+
+class AgentLeasesPort(Protocol):
+    """Leases each agent to one request at a time, across all servers. Thread-safe.
+
+    A single server has none: it counts the requests of its agents in memory.
     """
 
-    def put(self, key: PartKey, content: memoryview) -> None:
-        """Write an object; does nothing if it exists."""
+    def acquire(self, tenant: str, agent_id: str, *, patience_s: float = 0.0) -> Lease | None:
+        """Acquire a lease; None if another request still holds it after `patience_s`. Blocks."""
 
-    def get(self, key: PartKey) -> memoryview:
-        """Read an object.
+    async def wait(self, tenant: str, agent_id: str, timeout_s: float) -> Lease:
+        """Acquire a lease, waiting until the requests that hold it have released it.
 
         Raises:
-            CacheCorruptionError: the object does not exist.
+            GenerationTimeoutError: the lease was not available within `timeout_s`.
         """
 
-    def delete(self, key: PartKey) -> None:
-        """Delete an object; a missing one is ignored."""
+    def release(self, lease: Lease) -> None:
+        """Release a lease; returns at once."""
 
-    def older_than(self, age_s: float) -> Iterator[list[PartKey]]:
-        """Yield batches of keys of objects older than `age_s`, by the store's own clock."""
+    def close(self) -> None:
+        """Release all leases and wait until they are released."""
 
 
-class SharedPartsPort(Protocol):
-    """The index of parts in the object store, shared by all servers. Thread-safe.
+class SharedBlocksPort(Protocol):
+    """Block parts that several servers share: the tier below the disk. Thread-safe.
 
-    A part goes through the states live, dead, deleted and unknown. Dead: no agent reaches it, and
-    it can be revived. Deleted: its object is to be removed, and it cannot be added until its row is
-    removed too. Unknown: it has no row. All times are those of the index's own clock. Methods raise
-    CachePersistenceError if the index does not respond.
+    A single server has none.
     """
 
-    def revive(self, key: PartKey) -> bool | None:
-        """Mark a live or dead part as live and used.
+    @property
+    def problem(self) -> str:
+        """Why the latest upload failed; empty if it succeeded."""
 
-        Returns:
-            True if it is live now, False if it is deleted, None if it is unknown.
+    def is_read_in(self, nbytes: int, seconds: float) -> bool:
+        """Whether reading `nbytes` is estimated to take at most `seconds`."""
+
+    def offer(self, part: BlockPart, on_end: Callable[[BlockPart], None]) -> None:
+        """Queue the upload of a part from its file; `on_end` is called after a successful upload.
+
+        The part is skipped if the queue is full or closed: an upload is only an optimization.
         """
 
-    def add(self, part: BlockPart) -> bool:
-        """Add a part whose object is stored, or revive it; False if it is deleted."""
+    def read(self, part: BlockPart) -> Future[KVPayload]:
+        """Download a part; the future may fail with `CacheCorruptionError` or `DrainingError`."""
 
     def follow(self, root: BlockName, tokens: bytes) -> list[BlockPart]:
-        """Return the parts of blocks that match a prefix of a prompt, and mark them as used.
+        """Look up the stored parts of a prompt; empty if the index does not respond. Blocks."""
 
-        A block whose first token matches is included, since a block may be used in part.
+    def collect(self, *, unused_s: float) -> int:
+        """Delete parts that no agent reaches; returns the bytes freed.
+
+        Does nothing while another server collects.
+
+        Raises:
+            CachePersistenceError: the store or its index does not respond.
         """
 
-    def lose(self, key: PartKey) -> None:
-        """Mark a part as deleted because its object is missing or damaged."""
-
-    def sole_collector(self) -> AbstractContextManager[bool]:
-        """Try to acquire the lock of the garbage collection; yields whether this succeeded."""
-
-    def mark(self, *, unused_s: float) -> None:
-        """Mark parts unused for `unused_s` as dead if no agent reaches them, else as live."""
-
-    def condemn(self, *, grace_s: float) -> list[tuple[PartKey, int]]:
-        """Mark parts that were dead for `grace_s` as deleted.
-
-        Returns:
-            Keys and sizes of all deleted parts, whose objects the caller must remove. They include
-            parts that an interrupted collection left behind.
-        """
-
-    def condemn_unknown(self, keys: Sequence[PartKey]) -> list[PartKey]:
-        """Mark those of the parts that are unknown as deleted; returns them."""
-
-    def forget(self, *, grace_s: float) -> None:
-        """Remove the rows of parts that were deleted for `grace_s`."""
+    def close(self, timeout_s: float) -> None:
+        """Stop downloads, and wait up to `timeout_s` seconds for queued uploads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Agents: named conversations whose heads point into the block cache, as git branches do.
 
 1. `ledger.py`: all agents and tenants. A finished request is committed here as a turn, and moves
-   its agent's head; forking and rewinding copy or move the head, never the turns. `sharing.py`
-   holds the table of agents and their leases: a single process keeps all agents in memory,
-   several processes lease them. `storage_quota.py` enforces the disk quota of tenants.
+   its agent's head; forking and rewinding copy or move the head, never the turns. `table.py`
+   holds the latest state of every agent in memory. `storage_quota.py` enforces the disk quota of
+   tenants.
 2. `turns.py`: the log of turns, including turns not written yet; the running turns; and the
    queue of an agent's turns where the server keeps the conversation.
 3. `service.py`: the operations of the agent API: create, list, fork, rewind, explain.

@@ -1,8 +1,8 @@
 """Agents, tenants and turns, and the operations that change them.
 
-The table of agents comes from `sharing`; turns are read from the ledger on demand. If a single
-process owns the agents, changes take effect in memory at once and are written in order in the
-background. If several processes share them, a change takes effect when the ledger has stored it.
+Agents are in a table; turns are read from the ledger on demand. Changes take effect in memory at
+once and are written in order in the background. If several servers share the agents, a change takes
+effect when the ledger has stored it.
 """
 
 import secrets
@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from semantic.application.agents.sharing import AgentLeases, AgentTable, OwnAgents
 from semantic.application.agents.storage_quota import StorageQuota
+from semantic.application.agents.table import AgentsInMemory
 from semantic.application.agents.turns import TurnLog
 from semantic.domain.agents import (
     LOCAL_TENANT,
@@ -31,6 +31,8 @@ from semantic.domain.errors import AgentNotFoundError, ConflictError, QuotaExcee
 from semantic.domain.events import Usage
 from semantic.domain.sampling import FinishReason
 from semantic.ports.storage import (
+    AgentLeasesPort,
+    AgentTablePort,
     DropAgent,
     LedgerChange,
     LedgerPort,
@@ -84,7 +86,7 @@ class AgentLedger:
     Attributes:
         log: The turns of all agents.
         is_shared: Whether other processes use the same agents.
-        leases: Leases on agents, needed to move their heads.
+        leases: Leases on agents, needed to move their heads; None on a single server.
         storage: Ledger storage per tenant and its quota; unlimited unless replaced.
     """
 
@@ -95,8 +97,8 @@ class AgentLedger:
         write: WriteChanges,
         now: Callable[[], float] = time.time,
         *,
-        table: AgentTable | None = None,
-        leases: AgentLeases | None = None,
+        table: AgentTablePort | None = None,
+        leases: AgentLeasesPort | None = None,
         settle_s: float | None = None,
     ) -> None:
         """Start from the content of a ledger.
@@ -108,7 +110,7 @@ class AgentLedger:
             now: Clock, in seconds since the epoch.
             table: Table of agents; None keeps the agents of `state` in memory, owned by this
                 process.
-            leases: Leases on agents; None grants every lease.
+            leases: Leases on agents; None if no other process uses them.
             settle_s: Longest wait for a change to be written before the response; None does not
                 wait.
         """
@@ -119,9 +121,9 @@ class AgentLedger:
         self._changes = threading.RLock()
         self._new_tenants = threading.Lock()  # held across I/O, so that a tenant gets one salt
         self._lock = threading.Lock()  # guards the tenants in memory; never held across I/O
-        self._agents: AgentTable = table or OwnAgents(state.agents)
-        self.is_shared: bool = self._agents.is_shared
-        self.leases = leases or AgentLeases()
+        self._agents: AgentTablePort = table or AgentsInMemory(state.agents)
+        self.is_shared = self._agents.is_shared
+        self.leases = leases
         self.storage = StorageQuota(ledger)
         self._tenants = {tenant.id: tenant for tenant in state.tenants}
         self.log = TurnLog(ledger, write, settle_s)

@@ -14,7 +14,6 @@ from typing import TypeAlias, TypeVar
 
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.cache.formats import StoredFormats
-from semantic.application.cache.remote import RemoteTier
 from semantic.application.cache.restore_plan import WantedPart, state_of
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskTier
@@ -23,7 +22,14 @@ from semantic.domain.agents import Agent, Pointer
 from semantic.domain.blocks import TOKEN_BYTES, BlockName, pack_tokens
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
 from semantic.ports.inbound import CheckProgress, StateView
-from semantic.ports.storage import BlockFilesPort, LedgerPort, MarkIndexWhole, PutPart, TouchParts
+from semantic.ports.storage import (
+    BlockFilesPort,
+    LedgerPort,
+    MarkIndexWhole,
+    PutPart,
+    SharedBlocksPort,
+    TouchParts,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +50,7 @@ class Upkeep:
     """Maintains one block store and one ledger. Thread-safe.
 
     Attributes:
-        remote: Block parts shared by all servers; None if this is the only server.
+        shared: Block parts that several servers share; None on a single server.
         trim_memory: Returns freed memory to the operating system.
         formats: The models and formats that computed the stored blocks.
     """
@@ -74,7 +80,7 @@ class Upkeep:
         self._interval_s = math.inf
         self._backed_up_at = now()
         self._failures: dict[_Work, str] = {}
-        self.remote: RemoteTier | None = None
+        self.shared: SharedBlocksPort | None = None
         self.trim_memory: Callable[[], None] = lambda: None
         self.formats = StoredFormats()
 
@@ -165,8 +171,8 @@ class Upkeep:
         """
         age = self._orphan_ttl_s if orphan_age_s is None else orphan_age_s
         before = self._now() - age
-        if self.remote is not None:
-            return self._collect_shared(before, age)
+        if self.shared is not None:
+            return self._collect_shared(self.shared, before, age)
         self._agents.expire()
         if self._disk is not None:
             self._disk.flush(timeout_s=30)  # so that committed turns count as reachable
@@ -177,7 +183,7 @@ class Upkeep:
             freed += self._files.empty_quarantine(before=before)
         return freed + self._drop_boundaries(before)
 
-    def _collect_shared(self, before: float, age_s: float) -> int:
+    def _collect_shared(self, shared: SharedBlocksPort, before: float, age_s: float) -> int:
         """Delete unused local copies, and shared parts that no agent reaches.
 
         Only one server at a time deletes shared parts.
@@ -185,9 +191,8 @@ class Upkeep:
         freed = self._store.drop_orphans((), unused_since=before)
         if self._files is not None:
             freed += self._files.empty_quarantine(before=before)
-        assert self.remote is not None  # noqa: S101 - the caller has looked
         self._forget_unreachable(before)
-        return freed + self.remote.collect(unused_s=age_s)
+        return freed + shared.collect(unused_s=age_s)
 
     def _forget_unreachable(self, before: float) -> None:
         self._ledger.forget_unreachable(before=before, replays_before=self._now() - REPLAY_TTL_S)

@@ -14,8 +14,6 @@ The modules, in reading order:
    has loaded them.
 7. `formats.py`: records which model and format computed the blocks of each root, and explains why
    the served model cannot use them.
-8. `remote.py`: the object store that several machines share: uploads, and downloads of blocks from
-   other machines.
 
 `eviction.py` chooses the blocks to evict when the disk is full and those that are no longer needed;
 memory is evicted in LRU order by `domain/pool.py`. The lock of `tiers.py` guards store, index and

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from semantic.application.cache.eviction import old_boundaries, orphans, resumable_blocks
 from semantic.application.cache.index import BlockNode, BlockWatch
 from semantic.application.cache.loader import PartLoader
-from semantic.application.cache.remote import RemoteTier
 from semantic.application.cache.restore_plan import (
     RestorePlan,
     WantedPart,
@@ -25,6 +24,7 @@ from semantic.domain.errors import PoolExhaustedError
 from semantic.domain.pool import BlockPool, PoolUsage
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import KVPayload
+from semantic.ports.storage import SharedBlocksPort
 from semantic.ports.telemetry import CacheCounts, EvictionReason, NoTelemetry, TelemetryPort
 
 _RECENT_S = 1.0  # precision of `last_used` for the blocks of a running sequence
@@ -51,7 +51,7 @@ class AgentCacheStore:
         on_moved: OnMoved | None = None,
         now: Callable[[], float] = time.time,
         telemetry: TelemetryPort | None = None,
-        remote: RemoteTier | None = None,
+        remote: SharedBlocksPort | None = None,
     ) -> None:
         """Start empty.
 
@@ -61,7 +61,7 @@ class AgentCacheStore:
             on_moved: Called in the lock when pointers to one block must move to another block.
             now: Returns seconds since the epoch.
             telemetry: Sink for events; None disables it.
-            remote: The object store shared with other machines; None if there is none.
+            remote: Parts that several servers share; None on a single server.
         """
         self.telemetry: TelemetryPort = telemetry or NoTelemetry()
         self.counts: CacheCounts = self.telemetry.counts.cache

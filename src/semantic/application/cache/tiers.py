@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from semantic.application.cache.eviction import disk_victims, superseded_tails
 from semantic.application.cache.index import BlockIndex, BlockNode
-from semantic.application.cache.remote import RemoteTier
 from semantic.application.cache.restore_plan import RestorePlan, WantedPart, worth_reading
 from semantic.application.cache.writer import DiskTier, WriteJob
 from semantic.domain.agents import Pointer
@@ -19,6 +18,7 @@ from semantic.domain.errors import CachePersistenceError
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import KVPayload
+from semantic.ports.storage import SharedBlocksPort
 from semantic.ports.telemetry import CacheCounts, EvictionReason
 
 OnMoved = Callable[[BlockName, BlockName], object]
@@ -31,7 +31,7 @@ class BlockTiers:
         index: All known blocks.
         pool: Counts the bytes in memory and chooses the parts to evict.
         disk: Writes and reads files; None if blocks are kept in memory only.
-        remote: Uploads and downloads files; None without a shared object store.
+        remote: Parts that several servers share; None on a single server.
         lock: Guards all of these.
         counts: Counters since the start.
     """
@@ -42,7 +42,7 @@ class BlockTiers:
         disk: DiskTier | None,
         counts: CacheCounts,
         on_moved: OnMoved | None = None,
-        remote: RemoteTier | None = None,
+        remote: SharedBlocksPort | None = None,
     ) -> None:
         self.index = BlockIndex()
         self.pool = pool
@@ -130,9 +130,10 @@ class BlockTiers:
         begun: Collection[PartKey],
     ) -> RestorePlan:
         """Remove parts from a plan that are slower to read than to compute, remote tier first."""
-        for tier, part in ((self.remote, WantedPart.far_part), (self.disk, WantedPart.near_part)):
+        disk = self.disk.cost if self.disk is not None else None
+        for tier, part in ((self.remote, WantedPart.far_part), (disk, WantedPart.near_part)):
             if tier is not None:
-                is_read_in = tier.cost.is_read_in
+                is_read_in = tier.is_read_in
                 plan = worth_reading(plan, root, spec, part, is_read_in, seconds_per_token, begun)
         return plan
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from semantic.application.agents.ledger import AgentLedger, as_anonymous
-from semantic.application.agents.sharing import PATIENCE_S, AgentLeases, Lease
 from semantic.domain.agents import Agent, Turn, check_agent_id
 from semantic.domain.blocks import TOKEN_BYTES, pack_tokens, unpack_tokens
 from semantic.domain.chat import AgentHint
 from semantic.domain.errors import AgentNotFoundError, CachePersistenceError, InvalidRequestError
+from semantic.ports.storage import AgentLeasesPort, Lease
 
 _log = logging.getLogger(__name__)
+_PATIENCE_S = 0.3  # a request that just ended on another server may not have released its agent yet
 _MAX_ENDINGS = 100_000
 _TAIL_TOKENS = 8  # last tokens of a conversation, compared before a prefix is hashed
 _MAX_UNKNOWN = 256  # latest lengths kept of conversations whose last tokens are unknown
@@ -46,12 +47,16 @@ class Identity:
 
 
 class BusyAgents:
-    """Counts the requests that run, or are about to run, for each agent. Thread-safe."""
+    """Counts the requests that run, or are about to run, for each agent. Thread-safe.
 
-    def __init__(self, leases: AgentLeases | None = None) -> None:
+    Attributes:
+        leases: Leases on agents that other servers use too; None on a single server.
+    """
+
+    def __init__(self, leases: AgentLeasesPort | None = None) -> None:
         self.lock = threading.Lock()
         self.counts: Counter[tuple[str, str]] = Counter()
-        self.leases = leases or AgentLeases()
+        self.leases = leases
 
     def claim(self, tenant: str) -> "Claim":
         """Return a claim, still empty, for a request of this tenant."""
@@ -85,14 +90,19 @@ class Claim:
             if self._busy.counts[self._tenant, agent_id]:
                 return False
             self._hold(agent_id)
-        lease = self._busy.leases.acquire(self._tenant, agent_id, patience_s=patience_s)
+            if self._busy.leases is None:
+                return not self._is_released
+        return self._acquire_lease(self._busy.leases, agent_id, patience_s)
+
+    def _acquire_lease(self, leases: AgentLeasesPort, agent_id: str, patience_s: float) -> bool:
+        lease = leases.acquire(self._tenant, agent_id, patience_s=patience_s)
         with self._busy.lock:
             if lease is not None and not self._is_released:
                 self._lease = lease
                 return True
             self._let_go()
         if lease is not None:
-            self._busy.leases.release(lease)
+            leases.release(lease)
         return False
 
     def share(self, agent_id: str) -> None:
@@ -109,7 +119,7 @@ class Claim:
             self._is_released = True
             self._let_go()
             lease, self._lease = self._lease, None
-        if lease is not None:
+        if lease is not None and self._busy.leases is not None:
             self._busy.leases.release(lease)
 
     def _let_go(self) -> None:
@@ -408,7 +418,7 @@ def _claimed(agent_id: str, hint: AgentHint, claim: Claim) -> Identity | None:
     """Return the agent that a request names; None if it is busy."""
     if hint.continuation is not None:
         claim.share(agent_id)  # `StatefulChat` has queued the turn and holds the lease
-    elif not claim.take(agent_id, patience_s=PATIENCE_S):
+    elif not claim.take(agent_id, patience_s=_PATIENCE_S):
         return None
     # A client key is a hint and not a name, so its agent may expire.
     return Identity(agent_id, is_anonymous=not (hint.agent_id or hint.session))

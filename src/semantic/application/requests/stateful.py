@@ -122,12 +122,14 @@ class StatefulChat:
             lane = turn.enter_context(self._lanes.lane(principal.tenant, agent.id))
             await self._lanes.wait(lane)
             turn.callback(lane.lock.release)
-            leases = self._agents.leases
-            timeout_s = self._inference.gate.timeout_s
-            lease = await leases.wait(principal.tenant, agent.id, timeout_s)
-            turn.callback(leases.release, lease)
+            epoch: int | None = None
+            if (leases := self._agents.leases) is not None:
+                timeout_s = self._inference.gate.timeout_s
+                lease = await leases.wait(principal.tenant, agent.id, timeout_s)
+                turn.callback(leases.release, lease)
+                epoch = lease.epoch
             num_cancels = lane.num_cancels
-            lane.reply = reply = await self._begin(principal, agent, ask, lease.epoch)
+            lane.reply = reply = await self._begin(principal, agent, ask, epoch)
             turn.callback(setattr, lane, "reply", None)
             if lane.num_cancels > num_cancels:
                 reply.cancel()

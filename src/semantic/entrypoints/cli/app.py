@@ -120,7 +120,7 @@ def cluster(settings: Settings) -> int:
 
     They may run on one machine or many. On a signal, each of them finishes its replies and stops.
     """
-    from semantic.entrypoints.ray_app import run_cluster
+    from semantic.entrypoints.cluster_loader import run_cluster
 
     return run_cluster(settings)
 
@@ -132,9 +132,9 @@ def shard(
     ],
 ) -> int:
     """Run one shard of a model for a server on another machine; needs SEMANTIC_SHARD_KEY."""
-    from semantic.entrypoints.shards import join
+    from semantic.entrypoints.cluster_loader import join_server
 
-    return join(server)
+    return join_server(server)
 
 
 @cache_app.command()

@@ -9,5 +9,4 @@ memory that a CUDA device reads and writes directly. The backends:
 - `torch/`: Hugging Face models on a CPU or CUDA; computes each step before the next is planned.
 - `mlx/`: mlx-lm models on Apple Silicon, CUDA or a CPU; launches the next step before the tokens of
   the last one are known.
-- `sharded.py`: a model of either library split over several processes; forwards every call.
 """

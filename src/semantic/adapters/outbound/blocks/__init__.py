@@ -1,4 +1,4 @@
-"""Blocks of KV cache on disk and in object stores, and exported agents.
+"""Blocks of KV cache on disk, and exported agents.
 
 1. `directory.py` marks the cache directory as Semantic's and locks it while the server runs.
 2. `files.py` receives a block from the cache's writer as one payload per kind of layer.
@@ -8,6 +8,6 @@
 5. On reading, `files.py` compares header and checksum with the requested part before it uses any
    data, and moves a bad file to quarantine.
 
-`objects.py` stores the same bytes in S3, GCS, Azure or a shared directory. `agent_archive.py` packs
-block files and an agent's turns into a signed tar archive, and reads untrusted archives.
+`agent_archive.py` packs block files and an agent's turns into a signed tar archive, and reads
+untrusted archives.
 """

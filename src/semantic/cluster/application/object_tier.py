@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from semantic.application.cache.writer import ReadCost, read_by
+from semantic.cluster.ports import ObjectsPort, SharedPartsPort
 from semantic.domain.blocks import BlockName, BlockPart
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
 from semantic.ports.backend import KVPayload
-from semantic.ports.storage import BlockFilesPort, ObjectsPort, SharedPartsPort
+from semantic.ports.storage import BlockFilesPort
 
 _log = logging.getLogger(__name__)
 _NUM_UPLOADS, _NUM_DOWNLOADS = 2, 8
@@ -25,8 +26,8 @@ _MAX_WAITING = 4096  # queued uploads; further parts are not uploaded
 GRACE_S = 3600.0  # longer than any request and any upload
 
 
-class RemoteTier:
-    """Objects and their index. Thread-safe; `follow` queries the database and may block."""
+class ObjectTier:
+    """`SharedBlocksPort` over an object store and the shared index of its objects."""
 
     def __init__(
         self,
@@ -53,7 +54,8 @@ class RemoteTier:
         self._is_closed = False
         self._uploads = ThreadPoolExecutor(_NUM_UPLOADS, "semantic-upload")
         self._downloads = ThreadPoolExecutor(_NUM_DOWNLOADS, "semantic-download")
-        self.cost = ReadCost(num_ignored=1)
+        self._cost = ReadCost(num_ignored=1)
+        self.is_read_in = self._cost.is_read_in
         self.problem = ""
 
     def offer(self, part: BlockPart, on_end: Callable[[BlockPart], None]) -> None:
@@ -157,7 +159,7 @@ class RemoteTier:
         if self._is_closed:
             raise DrainingError("the server is shutting down.")
         try:
-            with self.cost.measured(part.nbytes):
+            with self._cost.measured(part.nbytes):
                 return self._files.parse(part, self._objects.get(part.key))
         except CachePersistenceError as error:
             raise CacheCorruptionError(error.message) from error  # a miss; the next may succeed

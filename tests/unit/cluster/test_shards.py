@@ -8,7 +8,7 @@ from multiprocessing.connection import Client
 
 import pytest
 
-from semantic.entrypoints.shards import RankListener
+from semantic.cluster.entrypoints.shards import RankListener
 
 pytestmark = pytest.mark.unit
 

@@ -14,14 +14,14 @@ from typing import Any
 import httpx
 import pytest
 
-from semantic.entrypoints.cli.app import main
-from semantic.entrypoints.ray_app import (
+from semantic.cluster.entrypoints.ray_app import (
     Replica,
     Targets,
     agent_key,
     key_of_argument,
     replicas_wanted,
 )
+from semantic.entrypoints.cli.app import main
 
 pytestmark = pytest.mark.unit
 

@@ -133,7 +133,7 @@ _FORGET_TURNS = " ".join(
 
 
 class PostgresLedger(LedgerReadings):
-    """`LedgerPort` and `LeasePort` over a PostgreSQL database. Thread-safe."""
+    """`LedgerPort` and `LeaseStorePort` over a PostgreSQL database. Thread-safe."""
 
     _NUM_BYTES = "octet_length({})"
 

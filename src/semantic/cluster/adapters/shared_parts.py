@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import LiteralString
 
-from semantic.adapters.outbound.ledger.postgres import PostgresLedger
 from semantic.adapters.outbound.ledger.schema import part_row, read_parts
 from semantic.adapters.outbound.ledger.statements import REACHED
+from semantic.cluster.adapters.postgres import PostgresLedger
 from semantic.domain.blocks import BlockName, BlockPart, PartKey
 from semantic.domain.spec import LayerKind
 

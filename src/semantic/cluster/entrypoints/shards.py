@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 import structlog
 
 from semantic.adapters.config.settings import Settings
-from semantic.adapters.outbound.backends.sharded import ShardedBackend, mirror, share_of
+from semantic.cluster.adapters.sharded import ShardedBackend, mirror, share_of
 from semantic.domain.errors import BackendError, InvalidRequestError, SemanticError
 from semantic.domain.spec import Compute, ComputeHint, ModelCacheSpec
 from semantic.ports.backend import ModelBackendPort

@@ -5,14 +5,14 @@ import threading
 
 import pytest
 
-from semantic.application.agents.sharing import AgentLeases
+from semantic.cluster.application.leases import AgentLeases
 from tests.waiting import await_that
 
 pytestmark = pytest.mark.unit
 
 
 class SlowLeases:
-    """A `LeasePort` that grants every lease once it may answer."""
+    """A `LeaseStorePort` that grants every lease once it may answer."""
 
     def __init__(self) -> None:
         self.is_asked = threading.Event()
