@@ -35,7 +35,7 @@ CHAPTERS = {
     "application/parsing": (),
     "application/prompt": (),
     "application/cache": (),
-    "application/engine": ("cache",),
+    "application/engine": ("cache", "parsing"),
     "application/agents": ("cache", "engine", "prompt"),
     "application/models": ("agents", "cache", "engine"),
     "application/requests": ("agents", "engine", "models", "prompt", "parsing"),

@@ -14,23 +14,22 @@ from collections.abc import Callable, Sequence
 
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.embedding import EmbeddingJob, EmbeddingQueue
+from semantic.application.engine.generation import Generation
 from semantic.application.engine.kv_reuse import PrefixSharing
 from semantic.application.engine.memory import WorkingMemory
 from semantic.application.engine.request import (
     Clock,
     EngineEvent,
-    EngineWatch,
     EventBatch,
     EventSink,
-    Flight,
-    Generation,
     Job,
-    TextAssembler,
     as_backend_error,
     monotonic,
 )
 from semantic.application.engine.scheduler import ConcurrentScheduler, EngineLimits
-from semantic.application.engine.speculation import AdaptiveDraftPlanner, DraftPlanner
+from semantic.application.engine.speculative.planner import AdaptiveDraftPlanner, DraftPlanner
+from semantic.application.engine.steps import EngineWatch, LaunchedStep
+from semantic.application.parsing.text_assembler import TextAssembler
 from semantic.domain.errors import (
     BackendError,
     GenerationTimeoutError,
@@ -87,11 +86,11 @@ class BlockPoolBatchEngine:
         )
         budget = self._scheduler.budget
         self._sharing = PrefixSharing(backend, store, self._memory.idle, budget, on_ready)
-        self.guess_with(AdaptiveDraftPlanner(backend.traits, tokenizer.eos_ids))
+        self.draft_with(AdaptiveDraftPlanner(backend.traits, tokenizer.eos_ids))
         self._generations: dict[str, Generation] = {}
-        self._flights: deque[Flight] = deque()
+        self._launched: deque[LaunchedStep] = deque()
         self._last_collect = 0.0
-        self._last_flight: Flight | None = None
+        self._last_step: LaunchedStep | None = None
         self._events: EventBatch = []
         self._orders, self._sequence_ids = itertools.count(), itertools.count()
         self._embeddings = EmbeddingQueue(backend, self._memory, self._sequence_ids)
@@ -103,7 +102,7 @@ class BlockPoolBatchEngine:
     @property
     def has_work(self) -> bool:
         """Whether requests, launched steps or undelivered events remain."""
-        return bool(self._generations or self._flights or self._events or self._embeddings)
+        return bool(self._generations or self._launched or self._events or self._embeddings)
 
     def submit(self, job: Job | EmbeddingJob) -> None:
         """Queue a job; a prompt too long to run even alone fails immediately."""
@@ -141,7 +140,7 @@ class BlockPoolBatchEngine:
         """Replace the limits, effective from the next step."""
         self._scheduler.limits = limits
 
-    def guess_with(self, planner: DraftPlanner) -> None:
+    def draft_with(self, planner: DraftPlanner) -> None:
         """Replace the planner that decides which rows carry draft tokens."""
         self._planner = self._scheduler.planner = planner
 
@@ -149,20 +148,20 @@ class BlockPoolBatchEngine:
         """Run one iteration; returns whether there was work to launch, collect, embed or load."""
         now = self._clock()
         self._expire(now)
-        if self._flights and self._scheduler.wants_tokens():
+        if self._launched and self._scheduler.wants_tokens():
             self._collect_all()
         rows = self._schedule(now)
         if rows:
             self._launch(rows)
-        is_busy = bool(rows or self._flights or self._embeddings.is_ready) or self._is_restoring()
-        num_requests, flights = len(self._generations), self._flights
-        is_awaited = not rows or not flights or flights[-1].is_awaited(num_requests)
+        is_busy = bool(rows or self._launched or self._embeddings.is_ready) or self._is_restoring()
+        launched = self._launched
+        is_awaited = not rows or not launched or launched[-1].is_awaited(len(self._generations))
         self._collect_all(but=0 if is_awaited else self._backend.traits.pipeline_depth)
         if self._embeddings:
-            may_wait = bool(self._scheduler.running or self._flights) or self._store.is_busy
+            may_wait = bool(self._scheduler.running or self._launched) or self._store.is_busy
             is_alone = not self._generations
             self._events += self._embeddings.step(is_alone=is_alone, may_wait=may_wait)
-        self._hand_out()
+        self._emit_events()
         return is_busy
 
     def end_all(self, error: SemanticError) -> int:
@@ -175,18 +174,18 @@ class BlockPoolBatchEngine:
 
     def abandon(self, error: SemanticError) -> None:
         """Fail every request and close all sequences unsealed: at shutdown or an internal error."""
-        self._flights.clear()
+        self._launched.clear()
         self._memory.close_all()
         for generation in list(self._generations.values()):
-            generation.end_restore()
-            generation.num_rows = 0
+            generation.prefix.end_restore()
+            generation.progress.num_rows = 0
             if not generation.is_done:
                 self._scheduler.remove(generation)
                 generation.final = Failed(error)
             self._events.append((generation.job.id, generation.final or Failed(error)))
         self._generations.clear()
         self._events += self._embeddings.fail(error)
-        self._hand_out()
+        self._emit_events()
 
     def resize(self, nbytes: int) -> None:
         """Change the memory budget; see `WorkingMemory.resize_budget`."""
@@ -197,7 +196,7 @@ class BlockPoolBatchEngine:
         self._store.check_integrity()
         self._scheduler.check_integrity()
         running = {g.seq for g in self._scheduler.running}
-        lingering = {g.seq for g in self._generations.values() if g.is_done and g.num_rows}
+        lingering = {g.seq for g in self._generations.values() if g.is_done and g.progress.num_rows}
         idle = {copy.seq for copy in self._memory.idle}
         if self._memory.sequences != running | lingering | idle | self._embeddings.sequences:
             raise AssertionError("memory is reserved for other sequences than those that run")
@@ -235,7 +234,7 @@ class BlockPoolBatchEngine:
                     continue
                 victim = self._scheduler.victim()
                 # The only running sequence fails once no pending work will free memory for it.
-                if self._flights or (victim is None and self._is_room_coming()):
+                if self._launched or (victim is None and self._is_room_coming()):
                     return False
                 self._preempt(victim or generation)
         return True
@@ -270,7 +269,7 @@ class BlockPoolBatchEngine:
         self._scheduler.admit(generation)
         self._attempt(generation, lambda it: self._sharing.open(it, source))
         self._advance(generation, self._restore_bytes())
-        if generation.is_starved and len(self._scheduler.running) > 1:
+        if generation.prefix.is_starved and len(self._scheduler.running) > 1:
             self._close(generation)
             self._scheduler.requeue(generation)
             return False
@@ -284,7 +283,7 @@ class BlockPoolBatchEngine:
 
     def _restore(self) -> None:
         """Advance the restores of running requests in order, within one shared byte budget."""
-        restoring = [g for g in self._scheduler.running if g.restore is not None]
+        restoring = [g for g in self._scheduler.running if g.prefix.restore is not None]
         max_bytes = self._restore_bytes() * len(restoring)
         for generation in restoring:
             max_bytes -= self._advance(generation, max_bytes)
@@ -293,11 +292,11 @@ class BlockPoolBatchEngine:
 
     def _relieve(self) -> None:
         """Resolve restores that lack memory for their next part when no pending work frees any."""
-        while starved := [g for g in self._scheduler.running if g.is_starved]:
+        while starved := [g for g in self._scheduler.running if g.prefix.is_starved]:
             if self._is_room_coming():
                 return
             # While a request is retried alone, no other sequence runs, so none frees memory.
-            retried = next((g for g in starved if g.retry_until is not None), None)
+            retried = next((g for g in starved if g.progress.retry_until is not None), None)
             if retried is None and len(starved) < len(self._scheduler.running):
                 return
             if retried is None and len(starved) > 1:
@@ -309,11 +308,11 @@ class BlockPoolBatchEngine:
 
     def _advance(self, generation: Generation, max_bytes: int) -> int:
         """Load more of a sequence, closing idle copies to make room; returns the bytes loaded."""
-        if (restore := generation.restore) is None:
+        if (restore := generation.prefix.restore) is None:
             return 0
         before = restore.num_bytes
         self._attempt(generation, lambda it: self._sharing.advance(it, max_bytes))
-        while generation.is_starved and self._memory.close_oldest_idle():
+        while generation.prefix.is_starved and self._memory.close_oldest_idle():
             self._attempt(generation, lambda it: self._sharing.advance(it, max_bytes))
         return restore.num_bytes - before
 
@@ -326,11 +325,16 @@ class BlockPoolBatchEngine:
 
     def _restore_bytes(self) -> int:
         """Bytes to load in one step: limited while other sequences decode, else unlimited."""
-        others = [g for g in self._scheduler.running if g.restore is None and not g.is_prefilling]
+        others = [
+            g for g in self._scheduler.running if g.prefix.restore is None and not g.is_prefilling
+        ]
         return self._sharing.pace.bytes_per_step if others else sys.maxsize
 
     def _is_restoring(self) -> bool:
-        return any(g.restore is not None and g.restore.is_ready for g in self._scheduler.running)
+        return any(
+            g.prefix.restore is not None and g.prefix.restore.is_ready
+            for g in self._scheduler.running
+        )
 
     # -- launch and collect ---------------------------------------------------------------------
 
@@ -343,35 +347,34 @@ class BlockPoolBatchEngine:
             return
         num_prompt = num_drafted = 0
         for generation, chunk in rows:
-            if not generation.is_reuse_reported:
-                generation.is_reuse_reported = True
+            if not generation.progress.is_started:
                 generation.job.trace.prefilled = started
-                self._say(generation, generation.report_progress())
+                self._queue_event(generation, generation.report_progress())
             generation.count_launched(chunk)
             num_drafted += len(chunk.draft)
             if chunk.start + 1 < generation.num_prompt:
                 num_prompt += chunk.num_tokens
-        self._flights.append(Flight(tuple(rows), ticket, started, num_prompt, num_drafted))
+        self._launched.append(LaunchedStep(tuple(rows), ticket, started, num_prompt, num_drafted))
 
     def _collect_all(self, but: int = 0) -> None:
-        while len(self._flights) > but:
+        while len(self._launched) > but:
             self._collect()
 
     def _collect(self) -> None:
-        flight = self._flights.popleft()
+        step = self._launched.popleft()
         try:
-            output = self._backend.collect(flight.ticket)
+            output = self._backend.collect(step.ticket)
         except Exception as error:  # noqa: BLE001 - `_isolate` retries each row alone
-            self._isolate(flight.rows, error)
+            self._isolate(step.rows, error)
             return
         now = self._clock()
-        begun = max(flight.launched_at, self._last_collect)
-        if self._scheduler.limits.draft_tokens and flight.follows(self._last_flight):
-            self._planner.observe(len(flight.rows), flight.num_drafted, now - self._last_collect)
-        self._last_collect, self._last_flight = now, flight
-        self._scheduler.budget.observe(flight.num_prompt_tokens, now - begun)
-        self._watch.note_step(now - begun, len(flight.rows), flight.num_prompt_tokens)
-        for (generation, chunk), row in zip(flight.rows, output.rows, strict=True):
+        begun = max(step.launched_at, self._last_collect)
+        if self._scheduler.limits.draft_tokens and step.follows(self._last_step):
+            self._planner.observe(len(step.rows), step.num_drafted, now - self._last_collect)
+        self._last_collect, self._last_step = now, step
+        self._scheduler.budget.observe(step.num_prompt_tokens, now - begun)
+        self._watch.note_step(now - begun, len(step.rows), step.num_prompt_tokens)
+        for (generation, chunk), row in zip(step.rows, output.rows, strict=True):
             try:
                 self._apply(generation, chunk, row)
             except Exception as error:  # noqa: BLE001 - a defect in one row fails one request
@@ -384,90 +387,85 @@ class BlockPoolBatchEngine:
         """After a failed step: close its sequences and retry each alone, once."""
         _log.error("a step of %d rows failed", len(rows), exc_info=error)
         failed = {generation.seq: (generation, chunk) for generation, chunk in rows}
-        for flight in self._flights:
-            failed.update({g.seq: (g, c) for g, c in flight.rows if g.seq not in failed})
-        self._flights.clear()
+        for step in self._launched:
+            failed.update({g.seq: (g, c) for g, c in step.rows if g.seq not in failed})
+        self._launched.clear()
         for generation, chunk in failed.values():
             self._isolate_one(generation, chunk, error)
 
     def _isolate_one(self, generation: Generation, chunk: Chunk, error: Exception) -> None:
-        was_retried = generation.retry_until is not None
-        generation.num_rows = 0
-        generation.is_sealing = False  # the state after a failed step may be corrupt
+        was_retried = generation.progress.retry_until is not None
+        generation.progress.num_rows = 0
+        generation.sealing.is_active = False  # the state after a failed step may be corrupt
         if generation.is_done:
             self._retire(generation, is_sound=False)
         elif was_retried:
             self._fail(generation, as_backend_error(error))
         else:
             self._close(generation)
-            generation.retry_until = chunk.start + chunk.num_tokens
+            generation.progress.retry_until = chunk.start + chunk.num_tokens
             self._scheduler.requeue(generation)
 
     # -- apply results --------------------------------------------------------------------------
 
     def _apply(self, generation: Generation, chunk: Chunk, row: Row) -> None:
-        generation.num_rows -= 1
-        generation.num_draws -= chunk.draw is not None
+        progress, end = generation.progress, chunk.start + chunk.num_tokens
+        progress.count_collected(chunk)
         if generation.is_done:
             # A row launched before the reply ended has computed the state of its last token.
-            end = chunk.start + chunk.num_tokens
             if not isinstance(row, RowFailed) and end <= len(generation.tokens):
-                generation.num_computed = end
-            if not generation.num_rows:
+                progress.count_computed(end)
+            if not progress.num_rows:
                 self._retire(generation)
             return
         if isinstance(row, RowFailed):
             self._fail(generation, BackendError(row.reason))
             return
-        generation.num_computed = chunk.start + chunk.num_tokens
-        if generation.retry_until is not None and generation.num_computed >= generation.retry_until:
-            generation.retry_until = None
+        progress.count_computed(end)
         self._sharing.seal(generation)
         if isinstance(row, Computed):
-            self._say(generation, generation.report_progress())
+            self._queue_event(generation, generation.report_progress())
         else:
             self._accept_all(generation, row)
 
     def _accept_all(self, generation: Generation, row: Sampled) -> None:
         """Take the accepted draft tokens, whose state is computed, and the token after them."""
         before = len(generation.tokens)
-        for guess, drawn in enumerate(row.accepted):
-            self._accept(generation, drawn, guess)
+        for index, drawn in enumerate(row.accepted):
+            self._accept(generation, drawn, index)
             if generation.is_done:
                 break
-            generation.num_launched += 1
-            generation.num_computed += 1
+            generation.progress.count_accepted()
             self._sharing.seal(generation)
         else:
             self._accept(generation, row)
         num_tokens = len(generation.tokens) - before
         self._watch.note_row(generation.job.trace, self._last_collect, num_tokens)
 
-    def _accept(self, generation: Generation, row: Sampled, guess: int | None = None) -> None:
+    def _accept(self, generation: Generation, row: Sampled, draft_index: int | None = None) -> None:
         """Append a sampled token, emit its text, and finish the reply if the token ends it."""
-        self._say(generation, generation.take(row, guess, self._tokenizer.eos_ids))
-        if (reason := generation.ending(self._backend.spec.max_context)) is not None:
+        self._queue_event(generation, generation.append(row, draft_index, self._tokenizer.eos_ids))
+        if (reason := generation.finish_reason(self._backend.spec.max_context)) is not None:
             self._finish(generation, reason)
 
-    def _say(self, generation: Generation, event: EngineEvent | None) -> None:
+    def _queue_event(self, generation: Generation, event: EngineEvent | None) -> None:
         if event is not None:
             self._events.append((generation.job.id, event))
 
     def _finish(self, generation: Generation, reason: FinishReason) -> None:
-        self._say(generation, generation.assembler.finish())
+        self._queue_event(generation, generation.assembler.finish())
         if (stop := generation.assembler.stop) is not None:
             reason = FinishReason.STOP_SEQUENCE
-        self._end(generation, Finished(reason, generation.final_usage, stop))
+        self._end(generation, Finished(reason, generation.usage, stop))
 
     def _fail(self, generation: Generation, error: SemanticError) -> None:
         self._end(generation, Failed(error))
 
     def _end(self, generation: Generation, event: Finished | Failed) -> None:
         """Set the final event; it is emitted once the device has no row of the request."""
-        generation.is_done = True
         generation.final = event
         self._scheduler.remove(generation)
-        if not generation.num_rows:
+        if not generation.progress.num_rows:
             self._retire(generation)
 
     def _retire(self, generation: Generation, *, is_sound: bool = True) -> None:
@@ -478,13 +476,13 @@ class BlockPoolBatchEngine:
         if generation.seq in self._memory.sequences:
             self._sharing.seal_tail(generation)
             is_finished = isinstance(generation.final, Finished)
-            if is_sound and is_finished and generation.num_computed:
+            if is_sound and is_finished and generation.progress.num_computed:
                 self._memory.go_idle(generation, self._scheduler.limits.max_idle)
             else:
                 self._close(generation)
         if isinstance(generation.final, Finished):
-            self._say(generation, generation.reply_state)
-        self._say(generation, generation.final)
+            self._queue_event(generation, generation.reply_state)
+        self._queue_event(generation, generation.final)
 
     def _expire(self, now: float) -> None:
         for generation in [g for g in self._generations.values() if g.is_late(now)]:
@@ -493,7 +491,7 @@ class BlockPoolBatchEngine:
                 error = PoolExhaustedError("no memory became free in time.", retry_after_s=5)
             self._fail(generation, error)
 
-    def _hand_out(self) -> None:
+    def _emit_events(self) -> None:
         self._backend.flush()  # starts deferred snapshot copies: other threads may wait for them
         if self._events:
             events, self._events = self._events, []

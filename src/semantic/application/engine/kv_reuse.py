@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from semantic.application.cache.restore_plan import RestorePlan
 from semantic.application.cache.store import AgentCacheStore
+from semantic.application.engine.generation import Generation
 from semantic.application.engine.memory import IdleCopies
-from semantic.application.engine.request import Generation
 from semantic.application.engine.restore import LoadPace, Restore
 from semantic.application.engine.scheduler import ChunkBudget
 from semantic.domain.agents import Reuse
@@ -80,7 +80,8 @@ class PrefixSharing:
     def prefetch(self, generation: Generation) -> None:
         """Begin to read from disk the parts that a queued request will need."""
         parts = self._plan(generation).parts
-        generation.prefetched_parts.update(wanted.key for wanted in self._store.prefetch(parts))
+        begun = self._store.prefetch(parts)
+        generation.prefix.prefetched_parts.update(wanted.key for wanted in begun)
 
     def should_wait(self, generation: Generation, running: Sequence[Generation]) -> bool:
         """Whether an older sequence is computing a prefix that this request can reuse.
@@ -94,12 +95,12 @@ class PrefixSharing:
             if other.is_background and not generation.is_background:
                 continue  # a background request may be delayed for long
             shared = self._num_usable(other, generation)
-            if shared <= other.num_computed:
+            if shared <= other.progress.num_computed:
                 continue
             if known is None:
                 known = self._plan(generation).end
             # The other's computed tokens are usable now only if the model can resume anywhere.
-            at_once = max(known, other.num_computed if self.can_cut_anywhere else 0)
+            at_once = max(known, other.progress.num_computed if self.can_cut_anywhere else 0)
             if shared - at_once >= self._backend.spec.block_tokens:
                 return True
         return False
@@ -117,7 +118,8 @@ class PrefixSharing:
             is_own = copy.agent == generation.job.agent and self.can_cut_anywhere
             best = OpenSource(copy.seq, num_tokens, is_taken_over=is_whole or is_own)
         for other in running:
-            shared = min(generation.num_shared(other.job.root, other.tokens), other.num_computed)
+            shared = generation.num_shared(other.job.root, other.tokens)
+            shared = min(shared, other.progress.num_computed)
             is_nearer = best is None and 0 < shared == num_tokens
             if other is not generation and (shared > num_tokens or is_nearer):
                 num_tokens = shared
@@ -151,7 +153,7 @@ class PrefixSharing:
         If blocks cannot be loaded, the sequence starts again: without the corrupt blocks or, if the
         device failed, without any blocks.
         """
-        restore = generation.restore
+        restore = generation.prefix.restore
         if restore is None:
             return
         try:
@@ -169,13 +171,13 @@ class PrefixSharing:
 
         Keeps the loaded part if the model can resume anywhere; otherwise computes all tokens.
         """
-        restore = generation.restore
+        restore = generation.prefix.restore
         if restore is None:
             return
         if restore.loaded_plan is not None and self.can_cut_anywhere:
             self._resume_restored(generation, restore, restore.loaded_plan)
             return
-        generation.end_restore()
+        generation.prefix.end_restore()
         self._backend.close(generation.seq)
         self._begin_restore(generation, RestorePlan.nothing(generation.job.root))
 
@@ -183,40 +185,38 @@ class PrefixSharing:
 
     def seal(self, generation: Generation, *, is_last: bool = False) -> None:
         """Seal the blocks that are full; set `is_last` if no more tokens will be computed."""
-        while generation.is_sealing:
-            start, end = generation.block_at(generation.num_sealed)
-            if end > generation.num_computed:
+        sealing, num_computed = generation.sealing, generation.progress.num_computed
+        while sealing.is_active:
+            start, end = sealing.block_at(sealing.num_sealed)
+            if end > num_computed:
                 break
-            is_end = is_last and end == generation.num_computed
+            is_end = is_last and end == num_computed
             name = self._seal_block(generation, start, end, is_end=is_end)
-            generation.is_sealing = name is not None
-            if name is not None:
-                generation.chain, generation.num_sealed = name, end
-                generation.last_sealed = start
-        if not self.can_cut_anywhere and generation.num_computed == generation.num_prompt:
+            sealing.count_sealed(name, start, end)
+        if not self.can_cut_anywhere and num_computed == generation.num_prompt:
             self._seal_boundary(generation)
 
     def seal_tail(self, generation: Generation) -> None:
         """Seal the full blocks and the partial block after them, at a request's end or preemption.
 
-        Sets `pointer` to the last sealed block.
+        Sets `Sealing.pointer` to the last sealed block.
         """
-        trace = generation.job.trace
+        trace, sealing = generation.job.trace, generation.sealing
         trace.sealing = time.monotonic()
         self.seal(generation, is_last=True)
-        start, end = generation.num_sealed, generation.num_computed
-        generation.pointer = generation.chain if generation.num_sealed else None
-        if generation.is_sealing and start < end:
+        start, end = sealing.num_sealed, generation.progress.num_computed
+        sealing.pointer = sealing.chain if sealing.num_sealed else None
+        if sealing.is_active and start < end:
             tail = self._seal_block(generation, start, end, is_end=True)
             if tail is not None:
-                generation.pointer, generation.num_sealed = tail, end
-        elif start == end and generation.last_sealed < end:
+                sealing.pointer, sealing.num_sealed = tail, end
+        elif start == end and sealing.last_start < end:
             self._seal_end(generation)
-        self._store.touch(generation.pointer or generation.chain)
+        last = sealing.pointer or sealing.chain
+        self._store.touch(last)
         if self._backend.spec.num_window:
             boundaries = [*generation.job.boundaries, generation.num_prompt, end]
-            last = generation.pointer or generation.chain
-            self._store.settle(generation.sealed_blocks, last, boundaries)
+            self._store.settle(sealing.names, last, boundaries)
         trace.sealed = time.monotonic()
 
     # -- inside ---------------------------------------------------------------------------------
@@ -228,38 +228,39 @@ class PrefixSharing:
         varies; parts already prefetched for this request stay in the plan.
         """
         root, basis = generation.job.root, (self._store.version, len(generation.tokens))
-        if generation.plan is None or generation.plan_basis != basis:
+        prefix = generation.prefix
+        if prefix.plan is None or prefix.plan_basis != basis:
             # The last token is always computed, to sample the next one.
-            generation.plan = self._store.plan(root, generation.tokens[:-1])
-            generation.plan_basis = basis
-        cost, begun = self._budget.seconds_per_token, generation.prefetched_parts
-        return self._store.worth_reading(root, generation.plan, cost, begun)
+            prefix.plan = self._store.plan(root, generation.tokens[:-1])
+            prefix.plan_basis = basis
+        cost, begun = self._budget.seconds_per_token, prefix.prefetched_parts
+        return self._store.worth_reading(root, prefix.plan, cost, begun)
 
     def _begin_restore(self, generation: Generation, plan: RestorePlan) -> None:
         self._backend.open(generation.seq, generation.tokens)
         if not plan.parts:
             generation.resume(0, plan.chain, 0)
-            generation.count_reuse(Reuse(computed=generation.num_prompt))
+            generation.prefix.count_reuse(Reuse(computed=generation.num_prompt))
             return
-        generation.restore = Restore(
+        generation.prefix.restore = Restore(
             generation.seq,
             plan,
             self._store.loader,
-            generation.prefetched_parts,
+            generation.prefix.prefetched_parts,
             self._on_ready,
             self.pace,
         )
 
     def _restart(self, generation: Generation, restore: Restore, error: Exception) -> None:
         """Reopen a sequence whose blocks could not be loaded."""
-        generation.end_restore()
+        generation.prefix.end_restore()
         again = RestorePlan.nothing(generation.job.root)
         if isinstance(error, CacheCorruptionError):
             _log.warning("sealed blocks could not be loaded: %s", error.message)
             self._store.discard(restore.suspect_parts)
-            generation.num_failed_restores += 1
+            generation.prefix.num_failed_restores += 1
             # The remaining blocks may still be worth loading; bound the number of retries.
-            if generation.num_failed_restores <= _MAX_FAILED_RESTORES:
+            if generation.prefix.num_failed_restores <= _MAX_FAILED_RESTORES:
                 again = self._plan(generation)
         else:
             _log.error("the device failed to load blocks; computing them instead", exc_info=error)
@@ -267,15 +268,16 @@ class PrefixSharing:
         self._begin_restore(generation, again)
 
     def _resume_restored(self, generation: Generation, restore: Restore, plan: RestorePlan) -> None:
-        generation.end_restore()
+        generation.prefix.end_restore()
         generation.resume(plan.end, plan.chain, plan.num_whole)
-        generation.count_reuse(restore.reuse(generation.num_prompt))
+        generation.prefix.count_reuse(restore.reuse(generation.num_prompt))
         generation.job.trace.restored_bytes += restore.num_bytes
 
     def _resume_hot(self, generation: Generation, num_tokens: int, plan: RestorePlan) -> None:
         generation.resume(num_tokens, plan.chain, plan.num_whole)
         computed = generation.num_prompt - num_tokens
-        generation.count_reuse(Reuse(hot=min(num_tokens, generation.num_prompt), computed=computed))
+        hot = min(num_tokens, generation.num_prompt)
+        generation.prefix.count_reuse(Reuse(hot=hot, computed=computed))
 
     def _seal_block(
         self, generation: Generation, start: int, end: int, *, is_end: bool
@@ -300,8 +302,8 @@ class PrefixSharing:
 
     def _seal_boundary(self, generation: Generation) -> None:
         """Seal window and state parts where the reply begins, inside a block that is not full."""
-        start, end = generation.num_sealed, generation.num_prompt
-        if not generation.is_sealing or start >= end:
+        start, end = generation.sealing.num_sealed, generation.num_prompt
+        if not generation.sealing.is_active or start >= end:
             return
         kinds = [k for k in self._backend.spec.kinds if k is not LayerKind.FULL]
         payloads = self._snapshots(generation, start, end, kinds)
@@ -311,16 +313,16 @@ class PrefixSharing:
     def _seal_end(self, generation: Generation) -> None:
         """Add the recurrent state to a last block that was sealed before the reply ended there."""
         kinds = [k for k in self._backend.spec.kinds if k is LayerKind.STATE]
-        start, end = generation.last_sealed, generation.num_computed
-        self._store.add(generation.chain, self._snapshots(generation, start, end, kinds))
+        start, end = generation.sealing.last_start, generation.progress.num_computed
+        self._store.add(generation.sealing.chain, self._snapshots(generation, start, end, kinds))
 
     def _keep(
         self, generation: Generation, start: int, end: int, payloads: list[KVPayload]
     ) -> BlockName | None:
         job, tokens = generation.job, generation.tokens[start:end]
-        name = self._store.seal(job.root, generation.chain, tokens, payloads)
+        name = self._store.seal(job.root, generation.sealing.chain, tokens, payloads)
         if name is not None:
-            generation.sealed_blocks.append(name)
+            generation.sealing.names.append(name)
         return name
 
     def _snapshots(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from semantic.application.cache.store import AgentCacheStore
-from semantic.application.engine.request import Generation
+from semantic.application.engine.generation import Generation
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import PoolExhaustedError
 from semantic.ports.backend import ModelBackendPort, SequenceId
@@ -48,7 +48,7 @@ class IdleCopies:
 
     def add(self, generation: Generation) -> None:
         """Add the sequence of an ended request, with the tokens whose state was computed."""
-        tokens = generation.tokens[: generation.num_computed]
+        tokens = generation.tokens[: generation.progress.num_computed]
         job = generation.job
         self._copies[generation.seq] = IdleCopy(generation.seq, job.agent, job.root, tokens)
 
@@ -101,9 +101,10 @@ class WorkingMemory:
 
     def grow(self, generation: Generation) -> bool:
         """Reserve memory for an open sequence's next tokens; returns False if memory is short."""
-        length = generation.num_launched + max(generation.num_behind, 1)
-        generation.num_reserved = self._lengths.get(generation.seq, sys.maxsize)
-        if length <= generation.num_reserved:
+        progress = generation.progress
+        length = progress.num_launched + max(generation.num_behind, 1)
+        progress.num_reserved = self._lengths.get(generation.seq, sys.maxsize)
+        if length <= progress.num_reserved:
             return True
         longest = self.longest_that_fits()
         if length > longest:
@@ -156,7 +157,7 @@ class WorkingMemory:
 
         Closes the oldest idle copies beyond `max_idle` or beyond a share of the memory budget.
         """
-        self.resize(generation.seq, generation.num_computed)
+        self.resize(generation.seq, generation.progress.num_computed)
         self.idle.add(generation)
         budget = self._store.usage().total * _IDLE_SHARE
         while self.idle:

@@ -25,8 +25,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from semantic.application.engine.request import NO_DRAFT, Draft, Generation
-from semantic.application.engine.speculation import DraftPlanner
+from semantic.application.engine.generation import Generation
+from semantic.application.engine.request import NO_DRAFT, Draft
+from semantic.application.engine.speculative.planner import DraftPlanner
 
 _LEAST_SPREAD = 0.01  # squared variation coefficient of sizes; below it no line can be fitted
 _SMOOTHING = 0.3
@@ -326,7 +327,7 @@ class ConcurrentScheduler:
     def plan(self, now: float) -> list[Portion]:
         """Choose the next step's rows and charge their agents; does not count them as launched."""
         ready = [g for g in self.running if self._can_run(g)]
-        suspects = [g for g in self.running if g.retry_until is not None]
+        suspects = [g for g in self.running if g.progress.retry_until is not None]
         if suspects:
             first = min(suspects, key=lambda g: g.order)
             ready = [first] if first in ready else []
@@ -372,7 +373,7 @@ class ConcurrentScheduler:
             if budget <= 0:
                 break
             left = self._distance_to_cut(generation)
-            num_tokens = self.budget.chunk(generation.num_launched, budget, left)
+            num_tokens = self.budget.chunk(generation.progress.num_launched, budget, left)
             if num_tokens < left and budget < whole / 2:
                 continue  # too small a chunk to help this prompt; the next step offers a larger one
             yield Portion(generation, num_tokens)
@@ -407,7 +408,7 @@ class ConcurrentScheduler:
         problems = {
             "a request is listed twice": len({id(g) for g in everyone}) != len(everyone),
             "a request that ended is listed": any(g.is_done for g in everyone),
-            "a waiting request has rows": any(g.num_rows for g in self.waiting),
+            "a waiting request has rows": any(g.progress.num_rows for g in self.waiting),
         }
         found = [what for what, is_so in problems.items() if is_so]
         if found:
@@ -416,12 +417,12 @@ class ConcurrentScheduler:
     # -- order ----------------------------------------------------------------------------------
 
     def _urgency(self, generation: Generation, now: float) -> tuple[float, ...]:
-        is_suspect = generation.retry_until is not None
+        is_suspect = generation.progress.retry_until is not None
         if is_suspect or now - generation.waiting_since >= self.limits.ageing_s:
             return (0, generation.waiting_since, 0, generation.order)
         served = self._clock.time_of(generation.job.agent)
         stretch = self.budget.tokens_at_a_stretch
-        if generation.is_reuse_reported or generation.num_behind <= stretch / 8:
+        if generation.progress.is_started or generation.num_behind <= stretch / 8:
             served -= stretch  # prefer prompts that have started or are nearly done
         return (1, generation.is_background, served, generation.order)
 
@@ -438,54 +439,55 @@ class ConcurrentScheduler:
             return {}
         self._limit_drafts(rows)
         for generation in rows:
-            if generation.num_draws:  # the host does not know its last token yet
-                generation.draft_room = 0
+            if generation.progress.num_draws:  # the host does not know its last token yet
+                generation.drafting.room = 0
         return self.planner.plan(rows, has_prompts=has_prompts)
 
     def _limit_drafts(self, rows: Sequence[Generation]) -> None:
         """Set how many draft tokens rows may carry: within reserved memory, before the next cut."""
         for generation in rows:
-            start = generation.num_launched + 1
+            progress = generation.progress
+            start = progress.num_launched + 1
             room = min(
-                generation.num_reserved - start,
-                generation.job.max_tokens - generation.num_generated - generation.num_draws - 1,
+                progress.num_reserved - start,
+                generation.job.max_tokens - generation.num_generated - progress.num_draws - 1,
                 self.limits.draft_tokens,
             )
-            if generation.is_sealing and self._window:
+            if generation.sealing.is_active and self._window:
                 room = min(room, self._next_cut(generation) - start)
             is_measured = generation.num_generated > self.PLAIN_TOKENS
-            generation.draft_room = room if is_measured and generation.retry_until is None else 0
+            generation.drafting.room = room if is_measured and progress.retry_until is None else 0
 
     # -- eligibility ----------------------------------------------------------------------------
 
     def _can_run(self, generation: Generation) -> bool:
         if generation.num_behind < 1 or generation.is_last_draw_launched:
             return False
-        if generation.restore is not None:
+        if generation.prefix.restore is not None:
             return False
         # The next mask depends on the sampled token, which the host does not know yet.
-        if generation.constraint is not None and generation.num_draws:
+        if generation.constraint is not None and generation.progress.num_draws:
             return False
         # State that the next chunk would overwrite must be sealed first.
-        return not generation.num_rows or self._distance_to_cut(generation) > 0
+        return not generation.progress.num_rows or self._distance_to_cut(generation) > 0
 
     def _distance_to_cut(self, generation: Generation) -> int:
         """Tokens that the next chunk may have; 0 if launched tokens must be sealed first."""
-        start = generation.num_launched
+        start = generation.progress.num_launched
         ends = [start + generation.num_behind]
-        if generation.is_sealing and (self._has_state or self._window):
+        if generation.sealing.is_active and (self._has_state or self._window):
             ends.append(self._next_cut(generation))
         return min(ends) - start
 
     def _next_cut(self, generation: Generation) -> int:
         """Position that a sequence may reach before its state must be sealed."""
-        kept, cut = generation.num_computed, sys.maxsize
+        kept, cut = generation.progress.num_computed, sys.maxsize
         boundaries = generation.job.boundaries if self._has_state else ()
         for boundary in (*boundaries, generation.num_prompt):
             if boundary > kept:
                 cut = min(cut, boundary)
         if self._window:
             # The window part of the next block reaches back no further than its first token.
-            start, end = generation.block_at(kept)
+            start, end = generation.sealing.block_at(kept)
             cut = min(cut, max(end, start + self._window))
         return cut

@@ -1,11 +1,14 @@
-"""Splits a reply's text, while it streams, into thinking, text and tool calls.
+"""Turns a reply's tokens into text, and splits the text into thinking, answer and tool calls.
 
-1. `reply_parser.py` receives the engine's events and passes their text through the splitters.
-2. `splitter.py` separates thinking, and holds back text that may become a marker.
-3. `call_splitter.py` finds tool calls, with the model family's entry in `call_syntax.py`. JSON
+Everything works on a reply while it streams.
+
+1. `text_assembler.py` turns tokens into text on the device thread; stop strings end the reply.
+2. `reply_parser.py` receives the engine's events and passes their text through the splitters.
+3. `splitter.py` separates thinking, and holds back text that may become a marker.
+4. `call_splitter.py` finds tool calls, with the model family's entry in `call_syntax.py`. JSON
    arguments stream through `json_arguments.py`; `call_blocks.py` reads other notations once they
    are complete. `harmony.py` does all of this for the channels of GPT-OSS.
-4. At the end `reply_parser.py` folds the events into the message that is logged with the turn.
+5. At the end `reply_parser.py` folds the events into the message that is logged with the turn.
 
 Rules for every format:
 

@@ -5,8 +5,10 @@ from typing import Literal
 import pytest
 
 from semantic.adapters.outbound.backends.fake import fake_spec
+from semantic.application.engine.generation import Generation
 from semantic.application.engine.memory import IdleCopies
-from semantic.application.engine.request import Generation, Job, TextAssembler
+from semantic.application.engine.request import Job
+from semantic.application.parsing.text_assembler import TextAssembler
 from semantic.domain.blocks import BlockName
 from semantic.domain.sampling import StopRules
 from semantic.ports.backend import SequenceId
@@ -88,7 +90,7 @@ def test_preemption_keeps_what_was_computed_and_that_is_no_reuse() -> None:
 def generation(agent: str, tokens: list[int], seq: int = 0, root: BlockName = ROOT) -> Generation:
     job = Job(f"{agent}{seq}", agent, root, tuple(tokens), GREEDY, StopRules(), 1)
     made = Generation(job, 0, TextAssembler(lambda _: b"", ()), 0.0, 4, SequenceId(seq))
-    made.num_computed = len(tokens)
+    made.progress.num_computed = len(tokens)
     return made
 
 
@@ -121,7 +123,7 @@ def test_of_equals_an_agents_own_is_best_then_the_youngest() -> None:
 
 def test_a_copy_holds_what_was_computed_and_no_more() -> None:
     ended = generation("a", [1, 2, 3, 4], 1)
-    ended.num_computed = 3
+    ended.progress.num_computed = 3
     assert best(copies(ended), generation("a", [1, 2, 3, 4, 5])) == (1, 3)
 
 

@@ -6,14 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantic.adapters.outbound.backends.fake import fake_spec
-from semantic.application.engine.request import Generation, TextAssembler
+from semantic.application.engine.generation import Generation
 from semantic.application.engine.scheduler import (
     ChunkBudget,
     ConcurrentScheduler,
     EngineLimits,
     VirtualClock,
 )
+from semantic.application.parsing.text_assembler import TextAssembler
 from semantic.domain.chat import ServiceClass
+from semantic.domain.events import Finished
+from semantic.domain.sampling import FinishReason
 from semantic.ports.backend import Step, StepOutput, Ticket
 from tests.unit.application.engine_rig import FaultyBackend, JobOptions, Rig, make_job, make_rig
 
@@ -68,8 +71,8 @@ def test_a_prompt_that_has_begun_is_not_put_off_for_another_but_for_a_short_one(
     def turn() -> list[str]:
         portions = scheduler.plan(now=0.0)
         for portion in portions:
-            portion.generation.num_launched += portion.num_tokens
-            portion.generation.is_reuse_reported = True
+            portion.generation.progress.num_launched += portion.num_tokens
+            portion.generation.progress.is_started = True
         return names(portion.generation for portion in portions)
 
     for item in (generation("a", 0, prompt=1536), generation("b", 1, prompt=6000)):
@@ -102,14 +105,14 @@ def beside_a_long_prompt(*others: Generation) -> tuple[ConcurrentScheduler, Gene
 
 def test_a_piece_of_a_long_prompt_is_followed_by_steps_for_those_who_decode() -> None:
     decoding = generation("d", 1)
-    decoding.num_launched = decoding.num_computed = 9
+    decoding.progress.start_at(9)
     scheduler, long = beside_a_long_prompt(decoding)
     pieces = []
     for _ in range(60):
         portions = {p.generation.job.id: p.num_tokens for p in scheduler.plan(now=0.0)}
         assert portions.pop("d") == 1
         pieces.append(portions.get("long", 0))
-        long.num_launched += pieces[-1]
+        long.progress.num_launched += pieces[-1]
     assert pieces[:5] == [320, 0, 0, 0, 320]  # 27 ms are three of ten
     num_long = sum(size > 0 for size in pieces)
     assert set(pieces) == {0, 320}
@@ -120,7 +123,7 @@ def test_a_piece_of_a_long_prompt_is_followed_by_steps_for_those_who_decode() ->
 
 def test_who_decodes_in_the_background_needs_no_long_prompt_beside_it() -> None:
     decoding = generation("d", 1, service_class=ServiceClass.BACKGROUND)
-    decoding.num_launched = decoding.num_computed = 9
+    decoding.progress.start_at(9)
     scheduler, long = beside_a_long_prompt(decoding)
     assert names(p.generation for p in scheduler.plan(now=0.0)) == ["d", "long"]
     assert names(p.generation for p in scheduler.plan(now=0.0)) == ["d", "long"]  # which goes first
@@ -134,7 +137,7 @@ def test_a_short_prompt_does_not_wait_for_a_piece_of_a_long_one() -> None:
     def step() -> list[str]:
         portions = scheduler.plan(now=0.0)
         for portion in portions:
-            portion.generation.num_launched += portion.num_tokens
+            portion.generation.progress.num_launched += portion.num_tokens
         return names(portion.generation for portion in portions)
 
     def joined_by(name: str, service_class: ServiceClass = ServiceClass.INTERACTIVE) -> list[str]:
@@ -160,7 +163,7 @@ def test_a_suspect_goes_before_those_that_are_not() -> None:
     scheduler = ConcurrentScheduler(EngineLimits())
     scheduler.add(generation("free", 0))
     suspect = generation("suspect", 1, service_class=ServiceClass.BACKGROUND)
-    suspect.retry_until = 5
+    suspect.progress.retry_until = 5
     scheduler.add(suspect)
     assert next(scheduler.candidates(now=0.0)) is suspect
 
@@ -221,12 +224,12 @@ def test_decodes_all_run_and_prompts_share_what_is_left() -> None:
     for item in (decoding, long, short):
         scheduler.add(item)
         scheduler.admit(item)
-    decoding.num_launched = decoding.num_computed = 9
+    decoding.progress.start_at(9)
     portions = {p.generation.job.id: p.num_tokens for p in scheduler.plan(now=0.0)}
     assert portions["d"] == 1
     assert portions["l"] + portions.get("s", 0) <= 64
     # The long prompt has been served more by now, so the short one is first.
-    long.num_launched = portions["l"]
+    long.progress.num_launched = portions["l"]
     second = {p.generation.job.id: p.num_tokens for p in scheduler.plan(now=0.0)}
     assert second["s"] == 10
 
@@ -439,7 +442,7 @@ def test_integrity_check_can_fail() -> None:
     scheduler = ConcurrentScheduler(EngineLimits())
     item = generation("a", 0)
     scheduler.add(item)
-    item.is_done = True
+    item.final = Finished(FinishReason.END_TURN, item.usage)
     with pytest.raises(AssertionError, match="ended"):
         scheduler.check_integrity()
 

@@ -1,4 +1,4 @@
-"""Decoding ahead: replies are what they are without it, and guesses are made where they pay."""
+"""Speculative decoding: replies stay the same, and rows carry drafts where they save time."""
 
 import random
 from collections.abc import Sequence
@@ -10,15 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semantic.adapters.outbound.backends.fake import FakeTokenizer, fake_spec
-from semantic.application.engine.drafts import DraftMemory, TenantMemory
-from semantic.application.engine.request import Draft, Generation, Job, TextAssembler
+from semantic.application.engine.generation import Generation
+from semantic.application.engine.request import Draft, Job
 from semantic.application.engine.scheduler import EngineLimits
-from semantic.application.engine.speculation import (
+from semantic.application.engine.speculative.drafts import DraftMemory, TenantMemory
+from semantic.application.engine.speculative.planner import (
     AdaptiveDraftPlanner,
-    StepCosts,
     forced_token,
     is_allowed,
 )
+from semantic.application.engine.steps import StepCosts
+from semantic.application.parsing.text_assembler import TextAssembler
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.errors import BackendError
 from semantic.domain.events import Finished, TextDelta
@@ -67,7 +69,7 @@ class Adversary:
         return drafts
 
     def _draft(self, row: Generation) -> Draft:
-        size = self._random.randint(0, max(row.draft_room, 0))
+        size = self._random.randint(0, max(row.drafting.room, 0))
         start = row.num_generated
         tokens = list(self._replies[row.job.id][start : start + size])
         tokens += self._random.choices(LETTERS, k=size - len(tokens))
@@ -170,7 +172,7 @@ def test_no_draft_changes_a_reply(
     expected = {job.id: outcome(plain, job) for job in asked}
     rig = make_rig(spec=spec, pipeline_depth=depth, budget_tokens=budget, max_idle=max_idle)
     adversary = Adversary(seed, {job.id: plain.reply_state(job.id).tokens for job in asked})
-    rig.engine.guess_with(adversary)
+    rig.engine.draft_with(adversary)
     if fault:
         rig.backend.fail_next(fault, after=6)
     rig.serve(*asked)
@@ -180,7 +182,7 @@ def test_no_draft_changes_a_reply(
         reply = plain.reply_state(job.id).tokens
         later = replace(job, id=f"{job.id}2", tokens=(*job.tokens, *reply, 65, 66), constraint=None)
         for each in (plain, rig):
-            each.engine.guess_with(Adversary(seed, {later.id: ()}))
+            each.engine.draft_with(Adversary(seed, {later.id: ()}))
             each.serve(later)
         assert outcome(rig, later) == outcome(plain, later)
     rig.engine.abandon(BackendError("the end"))
@@ -213,8 +215,8 @@ def test_what_was_said_before_is_drafted(depth: Depth) -> None:
     assert plain.store.telemetry.counts.engine.drafted_tokens == 0
 
 
-def test_many_rows_carry_no_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("semantic.application.engine.speculation._MAX_ROWS", 0)
+def test_many_rows_carry_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("semantic.application.engine.speculative.planner._MAX_ROWS", 0)
     drafting, plain = repeat(0)
     for name in ("first", "second", "third"):
         assert outcome(drafting, make_job(name)) == outcome(plain, make_job(name))
@@ -245,7 +247,7 @@ def test_predictions_and_the_past_feed_the_drafter() -> None:
         assert fresh.finished(name).usage.accepted_prediction_tokens > 30, name
 
 
-def test_a_wrong_prediction_costs_a_few_guesses_and_no_more() -> None:
+def test_a_wrong_prediction_costs_a_few_draft_tokens_and_no_more() -> None:
     rig = make_rig()
     wrong = tuple(b"quite another text, of which nothing will be said " * 4)
     rig.serve(replace(make_job("a", "say it", max_tokens=60), prediction=wrong))
@@ -279,7 +281,7 @@ def test_a_model_that_cannot_be_cut_back_is_not_drafted_for() -> None:
 
 
 class SlowBackend(FaultyBackend):
-    """Takes as long as a step has tokens, guesses included."""
+    """Takes as long as a step has tokens, draft tokens included."""
 
     def __init__(self, now: list[float]) -> None:
         super().__init__(fake_spec(block_tokens=8))
@@ -291,7 +293,7 @@ class SlowBackend(FaultyBackend):
 
 
 def test_where_rows_cost_in_proportion_drafts_cost_next_to_nothing() -> None:
-    """Replies that others begin alike and end differently: half of what is guessed is wrong."""
+    """Replies that others begin alike and end differently: half of the draft tokens are wrong."""
     took = []
     for limits in (EngineLimits(), WITHOUT):
         now = [0.0]
@@ -339,7 +341,7 @@ def test_what_waits_to_be_remembered_is_bounded() -> None:
     for order in range(48):
         job = make_job(f"r{order}", f"{order:02}" * 1000)
         row = Generation(job, order, TextAssembler(lambda _: b""), 0.0, block_tokens=8)
-        row.draft_room = 4
+        row.drafting.room = 4
         planner.plan([row], has_prompts=False)
         planner.forget(row)
     assert planner.num_unread == 32
@@ -382,5 +384,5 @@ def test_forced_tokens_are_seen(mask: bytes | None, token: int | None) -> None:
     assert forced_token(mask) == token
 
 
-def test_nothing_is_guessed_before_the_cost_of_steps_is_known() -> None:
+def test_nothing_is_drafted_before_the_cost_of_steps_is_known() -> None:
     assert not AdaptiveDraftPlanner(Traits(0, "", max_draft=16), frozenset()).wants_tokens([])

@@ -4,32 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semantic.application.engine.request import Generation, TextAssembler
+from semantic.application.parsing.text_assembler import TextAssembler
 from semantic.domain.events import ScoredToken
 from semantic.domain.sampling import TokenLogprob
-from tests.unit.application.engine_rig import make_job
 
 pytestmark = pytest.mark.unit
-
-
-@pytest.mark.parametrize(
-    "boundaries, ends",
-    [
-        ((), [8, 16, 24, 32, 40, 48]),
-        ((20,), [8, 16, 20, 28, 36, 44]),
-        ((3, 20), [3, 11, 19, 20, 28, 36, 44]),
-        ((8, 9), [8, 9, 17, 25, 33, 41, 49]),
-    ],
-)
-def test_blocks_end_when_they_are_full_and_at_boundaries(
-    boundaries: tuple[int, ...], ends: list[int]
-) -> None:
-    job = make_job("a", "x" * 44, boundaries=boundaries)
-    item = Generation(job, 0, TextAssembler(lambda _: b""), 0.0, block_tokens=8)
-    start = 0
-    for end in ends:
-        assert item.block_at(start) == (start, end)
-        start = end
 
 
 def pieces_of(data: list[bytes], stops: tuple[str, ...] = ()) -> tuple[list[str], str | None]:

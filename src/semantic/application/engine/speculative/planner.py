@@ -21,17 +21,19 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
-from semantic.application.engine.drafts import MAX_MATCH, DraftMemory, TenantMemory, TokenHistory
-from semantic.application.engine.request import NO_DRAFT, Draft, Generation
+from semantic.application.engine.generation import Generation
+from semantic.application.engine.request import NO_DRAFT, Draft
+from semantic.application.engine.speculative.drafts import (
+    MAX_MATCH,
+    DraftMemory,
+    TenantMemory,
+    TokenHistory,
+)
+from semantic.application.engine.steps import SIZES, StepCosts, interpolated
 from semantic.ports.backend import Traits
 from semantic.ports.text import TokenConstraint
 
-_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
 _MIN_GAIN = 1.08  # a step carries drafts only if they raise tokens per second by this factor
-_SMOOTHING = 0.2
-_FORGETTING = 0.998  # decay of the extra cost of drafts, per step without them
-_SETTLED = 2  # measurements before the cost of a step size is known
-_FIRST_SLOPE = 0.02  # share of a step's time per further token, before any measurement
 _PIECE = 512  # tokens of a text to index per step
 _MAX_UNREAD = 32  # texts waiting to be indexed; when full, the oldest is dropped
 _WORTHLESS = 0.2
@@ -61,68 +63,6 @@ class DraftPlanner(Protocol):
 
     def forget(self, generation: Generation) -> None:
         """Release what is held for a request that ended."""
-
-
-class StepCosts:
-    """Seconds per step: by number of rows without drafts, by number of tokens with drafts."""
-
-    def __init__(self) -> None:
-        self._plain: dict[int, tuple[float, int]] = {}
-        self._drafted: dict[int, tuple[float, int]] = {}
-
-    def observe(self, num_rows: int, num_drafted: int, seconds: float) -> None:
-        """Learn from the duration of a step."""
-        if num_drafted:
-            size = _size(num_rows + num_drafted)
-            self._drafted[size] = _blended(self._drafted.get(size), seconds)
-            return
-        self._plain[num_rows] = known = _blended(self._plain.get(num_rows), seconds)
-        for size, (cost, count) in self._drafted.items():
-            if cost > known[0]:
-                self._drafted[size] = known[0] + _FORGETTING * (cost - known[0]), count
-
-    def plain(self, num_rows: int) -> float | None:
-        """Return the seconds of a step of `num_rows` rows without drafts; None if unknown."""
-        cost, count = self._plain.get(num_rows, (0.0, 0))
-        return cost if count >= _SETTLED else None
-
-    def points(self, num_rows: int, plain: float) -> list[tuple[int, float]]:
-        """Return (tokens, seconds) of known steps, sorted: `plain` first, then larger ones."""
-        known = sorted(
-            (size, cost)
-            for size, (cost, count) in self._drafted.items()
-            if size > num_rows and count >= _SETTLED
-        )
-        return [(num_rows, plain), *known]
-
-
-def _size(num_tokens: int) -> int:
-    return _SIZES[min(bisect_left(_SIZES, num_tokens), len(_SIZES) - 1)]
-
-
-def _blended(known: tuple[float, int] | None, seconds: float) -> tuple[float, int]:
-    if known is None:
-        return seconds, 1
-    cost, count = known
-    if count < _SETTLED:  # the first step of a size may include one-time setup
-        return min(cost, seconds), count + 1
-    # An outlier was delayed by something else; cap its influence.
-    return cost + _SMOOTHING * (min(seconds, 2 * cost) - cost), count + 1
-
-
-def _interpolated(points: Sequence[tuple[int, float]], num_tokens: int) -> float:
-    """Interpolate the seconds of a step between known sizes; extrapolate with the last slope.
-
-    The cost never decreases with the size.
-    """
-    (left, low), *rest = points
-    slope = _FIRST_SLOPE * low
-    for right, high in rest:
-        slope = max((high - low) / (right - left), 0.0)
-        if num_tokens <= right:
-            break
-        left, low = right, max(low, high)
-    return low + slope * (num_tokens - left)
 
 
 class HitRates:
@@ -254,7 +194,7 @@ class AdaptiveDraftPlanner:
         if not self.max_draft:
             return {}
         self._remember_more()
-        if len(rows) > _MAX_ROWS or not any(row.draft_room > 0 for row in rows):
+        if len(rows) > _MAX_ROWS or not any(row.drafting.room > 0 for row in rows):
             return {}
         # Advancing a grammar costs host time: do it only if perfect drafts would pay off.
         is_hopeful = any(row.constraint is not None for row in rows) and any(
@@ -320,7 +260,9 @@ class AdaptiveDraftPlanner:
         return self._followers[row.order]
 
     def _room(self, row: Generation) -> int:
-        room = min(row.draft_room, self.max_draft, self._draft_end - row.num_launched - 1)
+        room = min(
+            row.drafting.room, self.max_draft, self._draft_end - row.progress.num_launched - 1
+        )
         return max(room, 0)
 
     def _offer(self, row: Generation, *, is_hopeful: bool) -> tuple[Draft, list[float]]:
@@ -386,11 +328,11 @@ class AdaptiveDraftPlanner:
         # Explore unknown sizes gradually: at most twice the drafts of the largest known size.
         limit = min(len(ranked), max(2, 2 * (points[-1][0] - num_rows)))
         best, best_rate = 0, _MIN_GAIN * num_rows / plain
-        for size in [size for size in _SIZES if num_rows < size < num_rows + limit] + [
+        for size in [size for size in SIZES if num_rows < size < num_rows + limit] + [
             num_rows + limit
         ]:
             count = size - num_rows
-            rate = (num_rows + yields[count]) / _interpolated(points, size)
+            rate = (num_rows + yields[count]) / interpolated(points, size)
             if rate > best_rate:
                 best, best_rate = count, rate
         if has_prompts:  # prompts dominate the step's time, so likely drafts are nearly free
