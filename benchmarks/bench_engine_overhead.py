@@ -30,7 +30,7 @@ from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.adapters.outbound.telemetry.metrics import Metrics
 from semantic.adapters.outbound.telemetry.tracing import RequestTracer
 from semantic.application.engine.engine import BlockPoolBatchEngine
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.agents import Reuse
 from semantic.domain.events import Usage
 from semantic.domain.sampling import StopRules

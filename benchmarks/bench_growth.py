@@ -17,11 +17,11 @@ from pathlib import Path
 from benchmarks.client import Client, Messages, continued, said
 from benchmarks.common import serving
 from benchmarks.report import Report, run, seconds
-from semantic.adapters.config.settings import load_settings
+from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.application.engine.model import LoadedModel
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.agents import Agent, Pointer, Turn
 from semantic.domain.blocks import BlockName, BlockPart, block_name, pack_tokens
 from semantic.domain.chat import Message, Role

@@ -21,7 +21,7 @@ from semantic.adapters.outbound.blocks.codec import FORMATS, KVCodec, StoredBuff
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.cipher import Cipher
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.agents import Turn
 from semantic.domain.blocks import BlockPart
 from semantic.domain.chat import Message, Role

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.common import persistent_engine
 from benchmarks.report import Report, run
 from benchmarks.starter import starter_directory
-from semantic.adapters.config.settings import load_settings
+from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.backends.sampler import Logits
 from semantic.adapters.outbound.backends.torch.attention import Span
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
@@ -31,7 +31,7 @@ from semantic.adapters.outbound.backends.torch.loading import DType, TorchOption
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.blocks.codec import FORMATS, KVCodec
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.chat import JsonValue
 from semantic.domain.events import Failed, TextDelta
 from semantic.domain.sampling import StopRules

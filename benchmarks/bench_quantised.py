@@ -19,7 +19,7 @@ from torch.nn import functional
 from benchmarks.gpt_oss_file import TOKENS, write_gpt_oss
 from benchmarks.report import Report, run
 from benchmarks.starter import prompt_tokens, starter_directory
-from semantic.adapters.config.settings import load_settings
+from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.backends.torch import cpu
 from semantic.adapters.outbound.backends.torch.grouped import load_grouped
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild

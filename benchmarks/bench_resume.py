@@ -28,7 +28,7 @@ from benchmarks.report import Report, Rounds, run, seconds
 from benchmarks.starter import backend as torch_backend
 from benchmarks.starter import random_tokens, starter_directory
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.events import Finished, TextDelta
 from semantic.ports.backend import Chunk, Draw, SequenceId, Step
 

@@ -20,9 +20,9 @@ from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.model import LoadedModel
 from semantic.application.engine.request import EventBatch, Job
-from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.prompt.renderer import Renderer
 from semantic.application.prompt.replay import ReplayStore, TenantReplays
+from semantic.application.settings import EngineLimits
 from semantic.domain.agents import Principal
 from semantic.domain.chat import ChatRequest, Message, Role
 from semantic.domain.events import Finished

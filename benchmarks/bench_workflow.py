@@ -40,7 +40,8 @@ from benchmarks.systems import (
     peak_mb,
     transformers_serve,
 )
-from semantic.adapters.config.settings import STARTER_MODEL, load_settings
+from semantic.adapters.config.settings import STARTER_MODEL
+from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.models.source import LocalModelSource
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 

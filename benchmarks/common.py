@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from semantic.adapters.config.settings import load_settings
+from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.model import LoadedModel
 from semantic.application.engine.request import EventBatch, Job
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.agents import Principal
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.pool import BlockPool

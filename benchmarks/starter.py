@@ -15,7 +15,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 import numpy as np
 import torch
 
-from semantic.adapters.config.settings import STARTER_MODEL, load_settings
+from semantic.adapters.config.settings import STARTER_MODEL
+from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.grouped import load_grouped
 from semantic.adapters.outbound.backends.torch.loading import (

@@ -11,10 +11,10 @@ from benchmarks.report import interleaved
 from benchmarks.starter import backend as starter_backend
 from benchmarks.starter import prompt_tokens, starter_directory
 from experiments.common import Experiment, Findings
-from semantic.adapters.config.settings import load_settings
+from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.engine.request import EventBatch
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.events import TextDelta
 from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, ModelBackendPort, SequenceId, Step
 from semantic.ports.text import TokenizerPort
@@ -113,7 +113,7 @@ def first_token_ms(
 def batch_window(found: Findings) -> None:
     """What waiting for company costs those who wait."""
     directory = starter_directory()
-    tokenizer, window = HFTokenizer(directory), load_settings().batch_window_ms
+    tokenizer, window = HFTokenizer(directory), load_settings().runtime.batch_window_ms
     text = prompt_tokens(directory, 2048)
     found.at_most("the window", window, 10, "ms")
     with starter_backend(directory) as device:

@@ -11,7 +11,8 @@ import httpx
 import uvicorn
 
 from semantic.adapters.config.keys import KeyFile, TenantEntry, edit_key_file
-from semantic.adapters.config.settings import Settings, load_settings
+from semantic.adapters.config.settings import Settings
+from semantic.adapters.config.sources import load_settings
 from semantic.entrypoints.bootstrap import Server, bootstrap
 from semantic.entrypoints.server import create_app
 from semantic.ports.inbound import ModelState

@@ -21,7 +21,7 @@ from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.application.engine import restore
 from semantic.application.engine.request import Job
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockNamespace, BlockPart
 from semantic.domain.errors import DrainingError

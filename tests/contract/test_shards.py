@@ -9,7 +9,7 @@ from typing import Literal, cast
 
 import pytest
 
-from semantic.adapters.config.settings import load_settings
+from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.backends.fake import FakeBackend
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions

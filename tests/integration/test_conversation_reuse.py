@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from semantic.adapters.config.settings import load_settings
+from semantic.adapters.config.sources import load_settings
 from semantic.application.parsing import fold_message
 from semantic.domain.agents import Principal
 from semantic.domain.chat import (

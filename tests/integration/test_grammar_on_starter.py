@@ -13,7 +13,7 @@ from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.request import EngineEvent, EventBatch, Job
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.events import Finished, TextDelta
 from semantic.domain.pool import BlockPool

@@ -294,7 +294,7 @@ def test_settings_change_while_it_runs(http: httpx.Client, running: RunningServe
         1,
         50,
     )
-    assert server.models.policy.keep_alive_s == 60
+    assert server.models.policy.model_keep_alive_s == 60
     shown = http.get("/v1/cache").json()
     assert shown["memory"]["budget"] == 64 * 2**20
     assert (shown["disk"]["budget"], shown["disk"]["queue_budget"]) == (100 * 2**20, 7 * 2**20)

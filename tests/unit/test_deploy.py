@@ -14,7 +14,8 @@ import jsonschema_rs
 import pytest
 import yaml
 
-from semantic.adapters.config.settings import ENV_PREFIX, Settings, load_settings
+from semantic.adapters.config.settings import ENV_PREFIX, Settings
+from semantic.adapters.config.sources import load_settings
 from semantic.cluster.entrypoints.ray_app import agent_key
 from semantic.entrypoints.bootstrap import bootstrap
 from tests.http_server import make_settings

@@ -1,10 +1,12 @@
-"""Readable messages for pydantic's validation errors in requests, settings and key files.
+"""Pydantic in requests, settings and key files: readable messages, and fields of dataclasses.
 
 Inbound adapters and `config` share this module; it depends on neither.
 """
 
+import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from pydantic_core import ErrorDetails
 
@@ -50,3 +52,11 @@ def field_path(location: tuple[int | str, ...]) -> str | None:
 
 def _is_variant(part: str) -> bool:
     return part in {"str", "int", "float", "bool", "list", "dict"} or part.startswith("function-")
+
+
+def pydantic_fields(entries: Iterable["dataclasses.Field[Any]"]) -> dict[str, Any]:
+    """Fields of a dataclass as `create_model` takes them.
+
+    Pydantic reads bounds and descriptions from the fields' metadata.
+    """
+    return {entry.name: (entry.type, entry) for entry in entries}

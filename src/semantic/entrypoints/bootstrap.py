@@ -4,7 +4,7 @@
 """
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from semantic import __version__
@@ -23,10 +23,9 @@ from semantic.application.agents.transfer import AgentTransfer
 from semantic.application.agents.turns import TurnLanes, TurnWatch
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.request import EventSink
-from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.models.gate import ModelGate
-from semantic.application.models.registry import ModelRegistry, SwapPolicy
-from semantic.application.models.runtime import Runtime, RuntimeSettings
+from semantic.application.models.registry import ModelRegistry
+from semantic.application.models.runtime import Runtime
 from semantic.application.requests.access import Access
 from semantic.application.requests.limits import RateLimits
 from semantic.application.requests.reply import ReplyHub
@@ -96,13 +95,12 @@ def bootstrap(settings: Settings) -> Server:
     memory = AgentMemory(settings, lambda tenant: access.ring.policy(tenant).disk_bytes, metrics)
     access = Access(lambda: _key_ring(settings), memory.agents.principal)
     backend_name = choose_backend(settings)
-    kv_format = memory.codec.kv_format
-    loader = ModelLoader(settings, backend_name, kv_format, metrics, memory.origins)
+    loader = ModelLoader(settings, backend_name, memory.codec.kv_format, metrics, memory.origins)
     hub = ReplyHub()
     device = _make_device(settings, memory, loader, hub.emit, metrics)
     feed = EventFeed()
     models = _registry(settings, loader, device, backend_name, feed)
-    max_waiting, timeout_s = settings.max_queue, settings.request_timeout_s
+    max_waiting, timeout_s = settings.runtime.max_queue, settings.request_timeout_s
     gate = ModelGate(models, max_waiting=max_waiting, timeout_s=timeout_s)
     watch = TurnWatch(feed, metrics)
     inference = InferenceService(
@@ -119,8 +117,9 @@ def bootstrap(settings: Settings) -> Server:
     memory.listen(inference.note_remote_turn)
     cache = CacheService(lambda: memory.cache, memory.agents, device, watch, feed, memory.disk)
     metrics.read(cache, watch, lambda: device.state)
-    lanes = TurnLanes(max_waiting=settings.max_queue, timeout_s=settings.request_timeout_s)
+    lanes = TurnLanes(max_waiting=max_waiting, timeout_s=timeout_s)
     chat = StatefulChat(memory.agents, lanes, inference)
+    runtime = Runtime(settings.runtime, device, models, memory.disk, memory.resize, set_log_level)
     return Server(
         settings=settings,
         access=access,
@@ -129,7 +128,7 @@ def bootstrap(settings: Settings) -> Server:
         device=device,
         inference=inference,
         models=models,
-        runtime=_runtime(settings, memory, device, models),
+        runtime=runtime,
         memory=memory,
         agents=AgentService(memory.agents, lanes, chat.generate, cache, feed, device),
         lanes=lanes,
@@ -154,7 +153,7 @@ def _make_device(
     return DeviceThread(
         load=functools.partial(loader.load, loader.first),
         make_engine=memory.make_engine,
-        limits=_limits(settings),
+        limits=settings.runtime,
         emit=emit,
         hang_timeout_s=settings.hang_timeout_s,
         telemetry=telemetry,
@@ -261,32 +260,5 @@ def _registry(
         names=loader.names,
         feed=feed,
     )
-    models.policy = SwapPolicy(
-        drain_s=settings.drain_timeout_s,
-        swap_on_request=settings.swap_on_request,
-        min_residence_s=settings.min_residence_s,
-        keep_alive_s=settings.model_keep_alive_s,
-    )
+    models.policy = settings.runtime
     return models
-
-
-def _runtime(
-    settings: Settings, memory: AgentMemory, device: DeviceThread, models: ModelRegistry
-) -> Runtime:
-    names = [entry.name for entry in fields(RuntimeSettings)]
-    given = RuntimeSettings(**{name: getattr(settings, name) for name in names})
-    return Runtime(given, device, models, memory.disk, memory.resize, set_log_level)
-
-
-def _limits(settings: Settings) -> EngineLimits:
-    return EngineLimits(
-        max_batch_size=settings.max_batch_size,
-        prefill_step_size=settings.prefill_step_size,
-        target_step_ms=settings.target_step_ms,
-        batch_window_ms=settings.batch_window_ms,
-        max_queue=settings.max_queue,
-        default_max_tokens=settings.default_max_tokens,
-        ageing_s=settings.ageing_s,
-        max_idle=settings.max_idle,
-        draft_tokens=settings.draft_tokens,
-    )

@@ -161,7 +161,7 @@ class ModelLoader:
         settings = self._settings
         if settings.model_budget_mb:
             return settings.model_budget_mb * 2**20
-        return machine_memory() - settings.memory_budget_mb * 2**20
+        return machine_memory() - settings.runtime.memory_bytes
 
     def _importer(self) -> Callable[[Settings], MakeBackend]:
         name = self._backend_name
@@ -275,7 +275,7 @@ def _import_mlx(settings: Settings) -> MakeBackend:
 
 
 def _pinned_bytes(settings: Settings) -> int:
-    return settings.memory_budget_mb * 2**20 if settings.pinned_copies else 0
+    return settings.runtime.memory_bytes if settings.pinned_copies else 0
 
 
 def _import_shards(name: Literal["torch", "mlx"], settings: Settings) -> MakeBackend:

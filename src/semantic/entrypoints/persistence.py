@@ -25,12 +25,12 @@ from semantic.application.agents.upkeep import Upkeep
 from semantic.application.cache.formats import ServedFormat, StoredFormats
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
-from semantic.application.engine import drafts as draft_memory
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.model import LoadedModel
 from semantic.application.engine.request import EventSink
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.engine.speculative import drafts as draft_memory
 from semantic.application.prompt.replay import LedgerReplayStore
+from semantic.application.settings import EngineLimits
 from semantic.domain.agents import Pointer
 from semantic.domain.blocks import BlockName, BlockNamespace, BlockOrigin, pack_tokens
 from semantic.domain.errors import (
@@ -77,7 +77,7 @@ class AgentMemory:
             CachePersistenceError: the ledger or its files cannot be opened.
         """
         self._settings = settings
-        self._memory_bytes = settings.memory_budget_mb * 2**20
+        self._memory_bytes = settings.runtime.memory_bytes
         self._disk_quota = disk_quota
         self._namings: dict[tuple[str, str], dict[BlockName, str]] = {}  # by naming: root to tenant
         self._telemetry = telemetry
@@ -242,8 +242,9 @@ class AgentMemory:
             remote=self._shared_blocks,
         )
         store.serve(spec, roots)
-        if settings.draft_tokens and self._memory_bytes >= _DRAFT_SHARE * draft_memory.MEMORY_BYTES:
-            store.reserve(draft_memory.MEMORY_BYTES)  # counts against the KV cache's budget
+        drafts_bytes = draft_memory.MEMORY_BYTES
+        if settings.runtime.draft_tokens and self._memory_bytes >= _DRAFT_SHARE * drafts_bytes:
+            store.reserve(drafts_bytes)  # counts against the KV cache's budget
         store.restore_index(self._parts)
         self._parts = ()
         with self._closing:
@@ -277,7 +278,7 @@ class AgentMemory:
         if self._cache is None:
             return
         store = self._cache.store
-        end = time.monotonic() + self._settings.drain_timeout_s
+        end = time.monotonic() + self._settings.runtime.drain_timeout_s
         while self.disk is not None and store.offer_again() and time.monotonic() < end:
             self.disk.flush(_FLUSH_S)
         store.drop_memory()
@@ -347,10 +348,10 @@ class AgentMemory:
             self._lock.close(is_refused=is_refused)
 
     def _disk_limits(self) -> DiskLimits:
-        settings = self._settings
+        runtime = self._settings.runtime
         return DiskLimits(
-            budget_bytes=settings.disk_budget_mb * 2**20,
-            queue_bytes=settings.write_queue_mb * 2**20,
+            budget_bytes=runtime.disk_bytes,
+            queue_bytes=runtime.write_queue_bytes,
             tenant_bytes=self._tenant_bytes,
         )
 

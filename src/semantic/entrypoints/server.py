@@ -135,7 +135,7 @@ def _add_middleware(app: FastAPI, server: Server) -> None:
     app.add_middleware(
         BodyLimit,
         max_bytes=int(settings.max_body_mb * 2**20),
-        larger={IMPORT_PATH: settings.disk_budget_mb * 2**20},
+        larger={IMPORT_PATH: settings.runtime.disk_bytes},
     )
     app.add_middleware(Guard, access=server.access, limits=server.inference.limits)
     app.add_middleware(OriginCheck, origins=origins)

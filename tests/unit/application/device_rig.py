@@ -10,10 +10,10 @@ from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.model import LoadedModel
 from semantic.application.engine.request import EventBatch
-from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.models.gate import ModelGate
 from semantic.application.models.registry import ModelRegistry
 from semantic.application.requests.reply import ReplyHub
+from semantic.application.settings import EngineLimits
 from semantic.domain.pool import BlockPool
 from semantic.ports.backend import Step, Ticket
 from semantic.ports.inbound import ModelState

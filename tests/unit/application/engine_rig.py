@@ -9,7 +9,7 @@ from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer,
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.request import EngineEvent, EventBatch, Job, ReplyState
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.chat import ServiceClass
 from semantic.domain.errors import SemanticError

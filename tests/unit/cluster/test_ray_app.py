@@ -101,7 +101,7 @@ async def test_replicas_of_one_machine_have_a_directory_each(tmp_path: Path) -> 
 _WITHOUT_EXTRA = """
 import sys
 sys.modules.update(dict.fromkeys(("ray", "psycopg", "psycopg_pool", "obstore")))  # not installed
-from semantic.adapters.config.settings import load_settings
+from semantic.adapters.config.sources import load_settings
 from semantic.entrypoints.bootstrap import bootstrap
 from semantic.entrypoints.cli.app import main
 from semantic.entrypoints.server import create_app

@@ -10,7 +10,7 @@ import pytest
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.model import LoadedModel
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.blocks import BlockNamespace, BlockPart
 from semantic.entrypoints.persistence import AgentMemory
 from tests.http_server import make_settings

@@ -1,37 +1,21 @@
-"""Every setting of the server, its sources and its bounds.
+"""Every setting of the server, its bounds and its description.
 
-Sources by precedence, highest first: command line, environment (`SEMANTIC_*`), `.env`, the file
-given by `--config`, `config/<environment>.toml`, `config/default.toml`, the defaults below.
+`Settings` has the fields of `RuntimeSettings`, which the application defines, and its own.
 """
 
-import os
 import re
-import tomllib
-from collections.abc import Mapping
-from difflib import get_close_matches
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
-from pydantic_core import ErrorDetails
-from pydantic_settings import (
-    BaseSettings,
-    DotEnvSettingsSource,
-    InitSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-)
+from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from semantic.adapters.validation import plain_reason
+from semantic.adapters.validation import pydantic_fields
+from semantic.application.settings import RuntimeSettings
 from semantic.domain.access import MIN_SECRET_CHARS
-from semantic.domain.errors import InvalidRequestError
 
 ENV_PREFIX = "SEMANTIC_"
-_ENVIRONMENT = "SEMANTIC_ENVIRONMENT"
-# Not settings: the first selects a settings file, the others are for commands that call a server.
-_NO_SETTINGS = (_ENVIRONMENT, "SEMANTIC_URL", "SEMANTIC_CLIENT_KEY")
 STARTER_MODEL = "smollm2-135m-instruct"
 _LISTED = {
     "allowed_hosts": (re.compile(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]"), "a host name without a port"),
@@ -47,7 +31,15 @@ _LOCAL_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 ExportKey = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class Settings(BaseSettings):
+if TYPE_CHECKING:
+    _RuntimeFields = BaseSettings  # read the fields through `Settings.runtime`
+else:
+    _RuntimeFields = create_model(
+        "_RuntimeFields", __base__=BaseSettings, **pydantic_fields(fields(RuntimeSettings))
+    )
+
+
+class Settings(_RuntimeFields):
     """The server's settings; construct them with `load_settings`."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
@@ -101,18 +93,6 @@ class Settings(BaseSettings):
     )
     model_budget_mb: int = Field(
         0, ge=0, description="most that a model's weights may take; 0 is what the machine has"
-    )
-    drain_timeout_s: float = Field(
-        30, ge=0, description="how long running requests may continue before a swap"
-    )
-    swap_on_request: bool = Field(
-        False, description="a request that names another model on this machine gets it"
-    )
-    min_residence_s: float = Field(
-        60, ge=0, description="a model stays at least this long before a request may swap it"
-    )
-    model_keep_alive_s: float = Field(
-        0, ge=0, description="a model that is idle for this long is unloaded; 0 keeps it"
     )
     backend: Literal["auto", "torch", "mlx", "fake"] = Field(
         "auto", description="what runs the model; auto: mlx on Apple Silicon and its CUDA build"
@@ -192,14 +172,8 @@ class Settings(BaseSettings):
         "write_behind",
         description="none keeps nothing on disk; sync answers when a turn or change is there",
     )
-    disk_budget_mb: int = Field(
-        20480, ge=1, description="most that the cache directory may hold, other models' files too"
-    )
     tenant_disk_quota_mb: int = Field(
         0, ge=0, description="most for one tenant's agents, turns and KV cache; 0: no limit"
-    )
-    write_queue_mb: int = Field(
-        512, ge=1, description="most that may wait to be written; the rest stays in memory, dirty"
     )
     kv_bits: Literal[16, 8, 4] = Field(
         16, description="precision of the KV cache on disk, in bits: 16, 8 or 4"
@@ -223,39 +197,11 @@ class Settings(BaseSettings):
         None, description="a command that prints them, such as a keyring's; run without a shell"
     )
 
-    memory_budget_mb: int = Field(4096, ge=1, description="memory for the KV cache")
-    max_batch_size: int = Field(16, ge=1, le=1024, description="sequences that run at once")
-    max_idle: int = Field(
-        8, ge=0, description="working copies that stay open for their agents' next turns"
-    )
-    draft_tokens: int = Field(
-        16,
-        ge=0,
-        le=16,
-        description="most draft tokens checked in one step (speculative decoding); 0: none",
-    )
-    prefill_step_size: int = Field(
-        4096, ge=1, description="most prompt tokens in one step; a slow device takes fewer"
-    )
-    target_step_ms: float | None = Field(
-        None,
-        gt=0,
-        description="how long a step may take while others wait (default: 12 decode steps)",
-    )
-    batch_window_ms: float = Field(
-        5, ge=0, le=1000, description="an idle engine waits this for requests being prepared"
-    )
-    max_queue: int = Field(256, ge=0, description="requests that may wait")
-    ageing_s: float = Field(10, ge=0, description="a request that has waited this long goes first")
-    default_max_tokens: int | None = Field(
-        None, ge=1, description="reply length if a request gives none (default: all that fits)"
-    )
     request_timeout_s: float = Field(600, gt=0, description="longest time for one request")
     hang_timeout_s: float = Field(
         120, gt=0, description="a device call that takes this long counts as hung"
     )
 
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="verbosity")
     log_format: Literal["auto", "json", "pretty"] = Field(
         "auto", description="pretty on a terminal, JSON elsewhere"
     )
@@ -356,6 +302,13 @@ class Settings(BaseSettings):
         return self
 
     @property
+    def runtime(self) -> RuntimeSettings:
+        """The settings that the application reads while it runs."""
+        return RuntimeSettings(
+            **{entry.name: getattr(self, entry.name) for entry in fields(RuntimeSettings)}
+        )
+
+    @property
     def is_remote(self) -> bool:
         """Whether other machines can reach the address."""
         return self.host not in _LOCAL_HOSTS
@@ -379,120 +332,3 @@ class Settings(BaseSettings):
     def export_key_file(self) -> Path:
         """The file with the key that signs agents exported by this installation."""
         return self.home_dir / "export.key"
-
-
-def load_settings(
-    overrides: dict[str, Any] | None = None,
-    *,
-    config: Path | None = None,
-    config_dir: Path = Path("config"),
-) -> Settings:
-    """Read settings from all sources.
-
-    Args:
-        overrides: Settings from the command line.
-        config: A TOML file named by the user; it must exist.
-        config_dir: The directory of `default.toml` and `<environment>.toml`.
-
-    Raises:
-        InvalidRequestError: a value is invalid, or a file is missing or unreadable; names it.
-    """
-    dotenv, in_dotenv = _read_dotenv()
-    environment = os.environ.get(_ENVIRONMENT, in_dotenv)
-    files = [config_dir / "default.toml"]
-    if environment:
-        files.append(_existing(config_dir / f"{environment}.toml", _ENVIRONMENT))
-    if config:
-        files.append(_existing(config, "config"))
-
-    toml = {file: _read_toml(file) for file in files if file.is_file()}
-
-    class _Layered(Settings):
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            del dotenv_settings, file_secret_settings
-            layers = {name: value for values in toml.values() for name, value in values.items()}
-            return init_settings, env_settings, dotenv, InitSettingsSource(settings_cls, layers)
-
-    try:
-        return _Layered(**overrides or {})
-    except ValidationError as error:
-        raise _refusal(error.errors()[0], toml) from error
-    except SettingsError as error:  # a variable that must hold JSON
-        raise InvalidRequestError(f"{error}: it must be JSON") from error
-
-
-def _read_toml(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidRequestError(f"{file} cannot be read: {error}", param="config") from error
-
-
-def _read_dotenv() -> tuple[DotEnvSettingsSource, str | None]:
-    """Read settings and the selected environment from `.env`, once, since it may be a pipe."""
-    try:
-        dotenv = DotEnvSettingsSource(Settings, env_file=".env")
-    except (OSError, ValueError) as error:
-        raise InvalidRequestError(f".env cannot be read: {error}") from error
-    found = dotenv.env_vars
-    # The file may hold variables of other programs.
-    dotenv.env_vars = {
-        name: value
-        for name, value in found.items()
-        if name.startswith(ENV_PREFIX.lower()) and name != _ENVIRONMENT.lower()
-    }
-    return dotenv, found.get(_ENVIRONMENT.lower())
-
-
-def misspelled(environment: Mapping[str, str]) -> list[str]:
-    """Warn of variables that are no settings; no error, as other programs may use the prefix."""
-    known = {*(f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields), *_NO_SETTINGS}
-    return [
-        f"unknown setting {name}, ignored{_nearest(name)}"
-        for name in environment
-        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known
-    ]
-
-
-def _refusal(problem: ErrorDetails, toml: Mapping[Path, Mapping[str, Any]]) -> InvalidRequestError:
-    name = ".".join(str(part) for part in problem["loc"])
-    message = plain_reason(problem)
-    if problem["type"] == "extra_forbidden":
-        name = name.upper() if name.startswith(ENV_PREFIX.lower()) else name
-        message = f"unknown setting{_nearest(name)}"
-        if isinstance(problem["input"], dict):
-            message = "unknown setting; a file of settings has no sections"
-    text = f"setting {name}: {message}" if name else message
-    places = [file for file, values in toml.items() if _is_from(values, problem)]
-    text = f"{text} (in {places[-1]})" if places else text
-    return InvalidRequestError(text, param=name or None)
-
-
-def _is_from(values: Any, problem: ErrorDetails) -> bool:
-    """Whether the invalid value came from these values of a file."""
-    for part in problem["loc"]:
-        values = values.get(part) if isinstance(values, dict) else None
-    return bool(problem["loc"]) and values is not None and values is problem["input"]
-
-
-def _nearest(name: str) -> str:
-    """Suggest the setting with the most similar name, if there is one."""
-    is_variable = name.upper().startswith(ENV_PREFIX)
-    bare = name[len(ENV_PREFIX) :].lower() if is_variable else name
-    for found in get_close_matches(bare, Settings.model_fields, n=1):
-        return f"; did you mean {ENV_PREFIX + found.upper() if is_variable else found}?"
-    return ""
-
-
-def _existing(path: Path, source: str) -> Path:
-    if not path.is_file():
-        raise InvalidRequestError(f"{source}: there is no file {path}", param=source)
-    return path

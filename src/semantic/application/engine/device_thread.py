@@ -21,7 +21,7 @@ from semantic.application.engine.embedding import EmbeddingJob
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.model import Call, Command, Exchange, LoadedModel, Loader, Stop
 from semantic.application.engine.request import EventBatch, EventSink, Job
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.errors import (
     BackendError,
     DeviceLostError,

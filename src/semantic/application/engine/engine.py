@@ -26,10 +26,11 @@ from semantic.application.engine.request import (
     as_backend_error,
     monotonic,
 )
-from semantic.application.engine.scheduler import ConcurrentScheduler, EngineLimits
+from semantic.application.engine.scheduler import ConcurrentScheduler
 from semantic.application.engine.speculative.planner import AdaptiveDraftPlanner, DraftPlanner
 from semantic.application.engine.steps import EngineWatch, LaunchedStep
 from semantic.application.parsing.text_assembler import TextAssembler
+from semantic.application.settings import EngineLimits
 from semantic.domain.errors import (
     BackendError,
     GenerationTimeoutError,

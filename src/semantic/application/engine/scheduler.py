@@ -28,39 +28,11 @@ from statistics import mean
 from semantic.application.engine.generation import Generation
 from semantic.application.engine.request import NO_DRAFT, Draft
 from semantic.application.engine.speculative.planner import DraftPlanner
+from semantic.application.settings import EngineLimits
 
 _LEAST_SPREAD = 0.01  # squared variation coefficient of sizes; below it no line can be fitted
 _SMOOTHING = 0.3
 _SECONDS_TO_MS = 1000.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """Settings of the engine that may change while it runs.
-
-    Attributes:
-        max_batch_size: The most sequences that run at once.
-        prefill_step_size: The most prompt tokens in a step; a slow device gets fewer.
-        target_step_ms: Target duration of a step with prompts while other sequences decode; it
-            limits the prompt tokens. None means twelve times a step without prompts: prefill then
-            takes little longer than alone, on any device.
-        batch_window_ms: The longest time an idle engine waits for requests in preparation.
-        max_queue: The most requests that may wait.
-        default_max_tokens: Reply limit for requests that set none; None allows all that fits.
-        ageing_s: Seconds without service after which a request takes precedence; see the module.
-        max_idle: The most idle copies kept open after their turn, within a share of the memory.
-        draft_tokens: The most draft tokens of a row in one step; 0 disables speculative decoding.
-    """
-
-    max_batch_size: int = 16
-    prefill_step_size: int = 4096
-    target_step_ms: float | None = None
-    batch_window_ms: float = 5.0
-    max_queue: int = 256
-    default_max_tokens: int | None = None
-    ageing_s: float = 10.0
-    max_idle: int = 8
-    draft_tokens: int = 16
 
 
 class _Line:

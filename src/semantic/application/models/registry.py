@@ -24,6 +24,7 @@ from typing import TypeAlias
 from semantic.application.agents.feed import EventFeed, ModelChanged
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.model import LoadedModel
+from semantic.application.settings import SwapPolicy
 from semantic.domain.errors import (
     ConflictError,
     InvalidRequestError,
@@ -40,23 +41,6 @@ _POLL_S = 0.05
 _TICK_S = 0.5  # interval of the check for an idle model
 
 LoadModel: TypeAlias = Callable[[ModelEntry, OnProgress], LoadedModel]
-
-
-@dataclass(frozen=True, slots=True)
-class SwapPolicy:
-    """When models are swapped and unloaded.
-
-    Attributes:
-        drain_s: Time that running requests get to end before a swap.
-        swap_on_request: Whether a request that names another model on this machine loads it.
-        min_residence_s: Minimum time a model stays loaded before a request may replace it.
-        keep_alive_s: Idle time after which a model is unloaded; 0 disables this.
-    """
-
-    drain_s: float = 30.0
-    swap_on_request: bool = False
-    min_residence_s: float = 60.0
-    keep_alive_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +351,7 @@ class ModelRegistry:
             self._device.ready_model()
 
     def _begin(self, target: ModelEntry | None, drain_s: float | None = None) -> _Job:
-        job = _Job(target, self.policy.drain_s if drain_s is None else drain_s)
+        job = _Job(target, self.policy.drain_timeout_s if drain_s is None else drain_s)
         self._job = job
         self._jobs.put(job)
         return job
@@ -395,7 +379,7 @@ class ModelRegistry:
             self._perform(job)
 
     def _unload_if_idle(self) -> None:
-        limit_s = self.policy.keep_alive_s
+        limit_s = self.policy.model_keep_alive_s
         with self._lock:
             is_ready = self._job is None and self._device.state is ModelState.READY
             if limit_s and is_ready and self._device.idle_s > limit_s:

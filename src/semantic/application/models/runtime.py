@@ -1,52 +1,18 @@
-"""Settings that may change while the server runs, and the components that apply them."""
+"""Changes settings while the server runs, through the components that apply them."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 from semantic.application.cache.writer import DiskTier
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.models.registry import ModelRegistry
+from semantic.application.settings import RuntimeSettings
 from semantic.domain.errors import ConflictError, ModelSwapError, PoolExhaustedError
 
 _RESIZE_S = 10.0
 Value: TypeAlias = float | int | str | bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeSettings:
-    """Current values, with the names and units of the start-up settings."""
-
-    batch_window_ms: float
-    target_step_ms: float | None
-    max_batch_size: int
-    prefill_step_size: int
-    max_queue: int
-    max_idle: int
-    draft_tokens: int
-    default_max_tokens: int | None
-    memory_budget_mb: int
-    disk_budget_mb: int
-    write_queue_mb: int
-    log_level: str
-    drain_timeout_s: float
-    swap_on_request: bool
-    min_residence_s: float
-    model_keep_alive_s: float
-
-
-_LIMITS = (
-    *("batch_window_ms", "target_step_ms", "max_batch_size", "prefill_step_size"),
-    *("max_queue", "max_idle", "draft_tokens", "default_max_tokens"),
-)
-_POLICY = {
-    "drain_timeout_s": "drain_s",
-    "swap_on_request": "swap_on_request",
-    "min_residence_s": "min_residence_s",
-    "model_keep_alive_s": "keep_alive_s",
-}
-_DISK = {"disk_budget_mb": "budget_bytes", "write_queue_mb": "queue_bytes"}
 
 
 class Runtime:
@@ -95,14 +61,14 @@ class Runtime:
         wanted = replace(self._settings, **changes)  # type: ignore[arg-type]  # checked at the edge
         if "memory_budget_mb" in changes:
             self._resize(wanted.memory_budget_mb)
-        given = asdict(wanted)
-        limits = {name: given[name] for name in _LIMITS}
-        self._device.reconfigure(replace(self._device.limits, **limits))
-        policy = {field: given[name] for name, field in _POLICY.items()}
-        self._models.policy = replace(self._models.policy, **policy)
+        self._device.reconfigure(wanted)
+        self._models.policy = wanted
         if self._disk is not None:
-            budgets = {field: given[name] * 2**20 for name, field in _DISK.items()}
-            self._disk.limits = replace(self._disk.limits, **budgets)
+            self._disk.limits = replace(
+                self._disk.limits,
+                budget_bytes=wanted.disk_bytes,
+                queue_bytes=wanted.write_queue_bytes,
+            )
         if "log_level" in changes:
             self._set_log_level(wanted.log_level)
         self._settings = wanted

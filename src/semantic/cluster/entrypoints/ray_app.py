@@ -28,7 +28,8 @@ from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from semantic.adapters.config.settings import Settings, load_settings
+from semantic.adapters.config.settings import Settings
+from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.blocks.directory import DirectoryLock
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.bootstrap import Server, bootstrap
@@ -66,7 +67,7 @@ class Replica:
         """
         tune_process()
         settings = load_settings(dict(options))
-        logging.getLogger().setLevel(settings.log_level.upper())
+        logging.getLogger().setLevel(settings.runtime.log_level.upper())
         self._lock = _claim_directory(settings.home_dir / "replicas")
         own = {**options, "cache_dir": str(self._lock.path.parent / "cache")}
         self._server = bootstrap(load_settings(own))
@@ -219,7 +220,7 @@ def build(options: Mapping[str, Any]) -> Any:
     scaling = AutoscalingConfig(
         min_replicas=settings.replicas,
         max_replicas=most,
-        target_ongoing_requests=settings.max_batch_size,
+        target_ongoing_requests=settings.runtime.max_batch_size,
         upscale_delay_s=settings.upscale_delay_s,
         downscale_delay_s=settings.downscale_delay_s,
         metrics_interval_s=1,
@@ -234,8 +235,8 @@ def build(options: Mapping[str, Any]) -> Any:
         name=NAME,
         autoscaling_config=scaling,
         request_router_config=router,
-        max_ongoing_requests=_QUEUES * settings.max_batch_size,
-        max_queued_requests=settings.max_queue,
+        max_ongoing_requests=_QUEUES * settings.runtime.max_batch_size,
+        max_queued_requests=settings.runtime.max_queue,
         health_check_period_s=2,
         health_check_timeout_s=settings.hang_timeout_s,
         graceful_shutdown_timeout_s=settings.request_timeout_s,

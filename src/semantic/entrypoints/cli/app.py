@@ -108,7 +108,7 @@ def serve(settings: Settings) -> int:
 
     logs, size = settings.home_dir / "logs", int(settings.log_file_mb * 2**20)
     configure_logging(
-        settings.log_level, settings.log_format, LogFiles(logs, size, settings.log_files)
+        settings.runtime.log_level, settings.log_format, LogFiles(logs, size, settings.log_files)
     )
     return serve(bootstrap(settings))
 

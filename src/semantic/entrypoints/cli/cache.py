@@ -108,7 +108,7 @@ class _Cache:
         is_lost = self.state.is_index_lost
         parts = list(self.files.scan()) if is_lost else list(self.state.parts)
         used = self.files.used_bytes()
-        budget = self.settings.disk_budget_mb * 2**20
+        budget = self.settings.runtime.disk_bytes
         self.say(f"directory  {self.settings.effective_cache_dir}")
         self.say(f"agents     {len(self.state.agents):,}")
         self.say(f"turns      {self.ledger.num_turns():,}")

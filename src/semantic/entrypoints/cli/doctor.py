@@ -147,7 +147,7 @@ def _kernels(settings: Settings) -> Iterator[Finding]:
 
 def _memory(settings: Settings) -> Iterator[Finding]:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    budget = settings.memory_budget_mb * 2**20
+    budget = settings.runtime.memory_bytes
     is_good = budget < total / 2
     yield Finding(
         "memory",
@@ -160,7 +160,7 @@ def _memory(settings: Settings) -> Iterator[Finding]:
 def _disk(settings: Settings) -> Iterator[Finding]:
     directory = _nearest(settings.effective_cache_dir)
     free = shutil.disk_usage(directory).free
-    budget = settings.disk_budget_mb * 2**20
+    budget = settings.runtime.disk_bytes
     if free < _LEAST_FREE:
         yield Finding("disk", "bad", f"{size(free)} free", "make room, or choose another --home")
         return

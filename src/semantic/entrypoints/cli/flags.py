@@ -13,7 +13,8 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from rich.console import RenderableType
 
-from semantic.adapters.config.settings import Settings, load_settings, misspelled
+from semantic.adapters.config.settings import Settings
+from semantic.adapters.config.sources import load_settings, misspelled
 from semantic.entrypoints.cli.client import DEFAULT_URL, Json, ServerClient
 from semantic.entrypoints.cli.screen import console, say
 

@@ -13,7 +13,7 @@ from semantic.adapters.config.keys import (
     load_key_ring,
     read_key_file,
 )
-from semantic.adapters.config.settings import load_settings
+from semantic.adapters.config.sources import load_settings
 from semantic.domain.access import Rate, secret_digest
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.app import main

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from semantic.adapters.config.settings import Settings, load_settings, misspelled
+from semantic.adapters.config.settings import Settings
+from semantic.adapters.config.sources import load_settings, misspelled
 from semantic.domain.errors import InvalidRequestError
 
 pytestmark = pytest.mark.unit
@@ -81,7 +82,7 @@ def test_dotenv_may_be_a_pipe_that_can_be_read_once(tmp_path: Path) -> None:
     reader.join(60)
 
     (settings,) = found  # a second reading would wait for ever
-    assert (settings.port, settings.log_level) == (4, "error")
+    assert (settings.port, settings.runtime.log_level) == (4, "error")
 
 
 def test_dotenv_that_is_no_text_is_refused_with_a_sentence(tmp_path: Path) -> None:
@@ -218,14 +219,14 @@ def test_directories(tmp_path: Path) -> None:
 
 
 def names_read(sources: Iterator[str]) -> set[str]:
-    """Attributes read off anything called `settings`, and off `self` in the settings' own file."""
+    """Attributes read off settings, and off `self` in the settings' own files."""
     read: set[str] = set()
     for source in sources:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 owner = node.value
                 name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
-                if name in ("settings", "self"):
+                if name in ("settings", "runtime", "limits", "policy", "self"):
                     read.add(node.attr)
     return read
 
@@ -236,6 +237,7 @@ def unread(sources: Iterator[str]) -> set[str]:
 
 def test_every_setting_is_read() -> None:
     files = [*PROJECT.glob("src/semantic/entrypoints/**/*.py")]
+    files += PROJECT.glob("src/semantic/application/**/*.py")
     files.append(PROJECT / "src/semantic/adapters/config/settings.py")
     assert unread(path.read_text() for path in files) == set()
 

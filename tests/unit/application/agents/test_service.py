@@ -17,7 +17,7 @@ from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
 from semantic.application.agents.turns import PastTurns, TurnLanes, TurnWatch, turn_id
 from semantic.application.engine.device_thread import DeviceThread
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.agents import Agent, Principal
 from semantic.domain.errors import AgentNotFoundError, CachePersistenceError, ModelSwapError
 from semantic.ports.telemetry import NoTelemetry

@@ -14,7 +14,7 @@ from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.embedding import EmbeddingJob
 from semantic.application.engine.model import Command, LoadedModel
 from semantic.application.engine.request import EngineEvent, EventBatch
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.errors import (
     BackendError,
     DeviceLostError,

@@ -4,7 +4,7 @@ from typing import Literal
 import pytest
 
 from semantic.adapters.outbound.backends.fake import END_TOKEN, fake_spec
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.chat import ServiceClass
 from semantic.domain.errors import (
     BackendError,

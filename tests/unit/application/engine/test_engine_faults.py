@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from semantic.adapters.outbound.backends.fake import fake_spec
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
 from semantic.domain.sampling import FinishReason, StopRules
 from semantic.domain.spec import LayerKind, ModelCacheSpec

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from semantic.adapters.outbound.backends.fake import fake_spec
 from semantic.application.engine.request import Job
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.chat import ServiceClass
 from semantic.domain.errors import BackendError, GenerationTimeoutError, PoolExhaustedError
 from semantic.domain.events import Failed

@@ -16,7 +16,7 @@ from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.application.engine import restore
 from semantic.application.engine.request import Job
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.settings import EngineLimits
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import ServiceClass
 from semantic.domain.pool import BlockPool

@@ -10,10 +10,10 @@ from semantic.application.engine.generation import Generation
 from semantic.application.engine.scheduler import (
     ChunkBudget,
     ConcurrentScheduler,
-    EngineLimits,
     VirtualClock,
 )
 from semantic.application.parsing.text_assembler import TextAssembler
+from semantic.application.settings import EngineLimits
 from semantic.domain.chat import ServiceClass
 from semantic.domain.events import Finished
 from semantic.domain.sampling import FinishReason

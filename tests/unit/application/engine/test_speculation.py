@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from semantic.adapters.outbound.backends.fake import FakeTokenizer, fake_spec
 from semantic.application.engine.generation import Generation
 from semantic.application.engine.request import Draft, Job
-from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.engine.speculative.drafts import DraftMemory, TenantMemory
 from semantic.application.engine.speculative.planner import (
     AdaptiveDraftPlanner,
@@ -21,6 +20,7 @@ from semantic.application.engine.speculative.planner import (
 )
 from semantic.application.engine.steps import StepCosts
 from semantic.application.parsing.text_assembler import TextAssembler
+from semantic.application.settings import EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.errors import BackendError
 from semantic.domain.events import Finished, TextDelta

@@ -10,7 +10,8 @@ from semantic.adapters.outbound.backends.fake import FakeBackend, FakeModels, Fa
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.model import LoadedModel, Loader
 from semantic.application.models.gate import ModelGate
-from semantic.application.models.registry import ModelRegistry, SwapPolicy
+from semantic.application.models.registry import ModelRegistry
+from semantic.application.settings import SwapPolicy
 from semantic.domain.errors import ConflictError, ModelNotFoundError
 from semantic.domain.events import Event, Failed, ModelProgress
 from semantic.ports.backend import ModelEntry, OnProgress

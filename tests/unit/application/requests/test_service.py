@@ -14,7 +14,6 @@ from semantic.adapters.outbound.grammar.compiler import LLGuidanceGrammar
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.model import LoadedModel
-from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.prompt.renderer import render
 from semantic.application.prompt.replay import ReplayKey, ReplayStore
 from semantic.application.requests.identity import BusyAgents, Identities
@@ -22,6 +21,7 @@ from semantic.application.requests.limits import RateLimits
 from semantic.application.requests.prepare import NUM_THREADS, PastConversations, Preparation
 from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService
+from semantic.application.settings import EngineLimits
 from semantic.domain.access import KeyRing, Rate
 from semantic.domain.agents import Agent, Principal, Quota
 from semantic.domain.chat import (

@@ -2,15 +2,17 @@
 
 import asyncio
 from concurrent.futures import Future
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, Response
-from pydantic import AliasPath, BaseModel, ConfigDict, Field
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, create_model
 
 from semantic.adapters.inbound.http.errors import refusals
+from semantic.adapters.validation import pydantic_fields
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.models.registry import ModelRegistry, SwapReport
-from semantic.application.models.runtime import Runtime, RuntimeSettings
+from semantic.application.models.runtime import Runtime
+from semantic.application.settings import changeable_settings
 
 _POLL_S = 0.02
 
@@ -112,32 +114,26 @@ class DrainOut(BaseModel):
     live_requests: int = Field(examples=[0])
 
 
-LogLevel = Literal["debug", "info", "warning", "error"]
+if TYPE_CHECKING:
+    _RuntimeFields = _Body
+else:
+    _RuntimeFields = create_model(
+        "_RuntimeFields", __base__=_Body, **pydantic_fields(changeable_settings())
+    )
 
 
-class RuntimePatch(_Body):
+class RuntimePatch(_RuntimeFields):
     """Settings to change; absent fields keep their value. Bounds are those of the settings."""
 
     model_config = ConfigDict(
         extra="forbid", json_schema_extra={"examples": [{"batch_window_ms": 5}, {}]}
     )
 
-    batch_window_ms: float = Field(default=0, ge=0, le=1000)
-    target_step_ms: float | None = Field(default=None, gt=0)
-    max_batch_size: int = Field(default=1, ge=1, le=1024)
-    prefill_step_size: int = Field(default=1, ge=1)
-    max_queue: int = Field(default=0, ge=0)
-    max_idle: int = Field(default=0, ge=0)
-    draft_tokens: int = Field(default=0, ge=0, le=16)
-    default_max_tokens: int | None = Field(default=None, ge=1)
-    memory_budget_mb: int = Field(default=1, ge=1)
-    disk_budget_mb: int = Field(default=1, ge=1)
-    write_queue_mb: int = Field(default=1, ge=1)
-    log_level: LogLevel = "info"
-    drain_timeout_s: float = Field(default=0, ge=0)
-    swap_on_request: bool = False
-    min_residence_s: float = Field(default=0, ge=0)
-    model_keep_alive_s: float = Field(default=0, ge=0)
+
+class RuntimeOut(_RuntimeFields):
+    """The current values of all settings that can change."""
+
+    model_config = ConfigDict(from_attributes=True)
 
 
 class AdminApi:
@@ -162,14 +158,14 @@ class AdminApi:
         add("/runtime", self.change_runtime, methods=["PATCH"])
         return router
 
-    async def runtime(self) -> RuntimeSettings:
+    async def runtime(self) -> RuntimeOut:
         """Return the settings that can change while the server runs."""
-        return self._runtime.read()
+        return RuntimeOut.model_validate(self._runtime.read())
 
-    async def change_runtime(self, body: RuntimePatch) -> RuntimeSettings:
+    async def change_runtime(self, body: RuntimePatch) -> RuntimeOut:
         """Change some settings until the server stops; returns all of them."""
         changes = body.model_dump(exclude_unset=True)
-        return await asyncio.to_thread(self._runtime.change, changes)
+        return RuntimeOut.model_validate(await asyncio.to_thread(self._runtime.change, changes))
 
     async def models(self) -> ModelsOut:
         """List the loaded model, the one that is being loaded, and those on this machine."""
