@@ -21,8 +21,8 @@ from benchmarks.report import Report, run
 from benchmarks.starter import prompt_tokens, starter_directory
 from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.backends.torch import cpu
-from semantic.adapters.outbound.backends.torch.grouped import load_grouped
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
+from semantic.adapters.outbound.backends.torch.reading import load_grouped
 from semantic.adapters.outbound.models.gguf import import_gguf, starter_gguf
 
 NUM_TOKENS, MAX_DIVERGENCE = 256, 1e-3

@@ -18,13 +18,13 @@ import torch
 from semantic.adapters.config.settings import STARTER_MODEL
 from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
-from semantic.adapters.outbound.backends.torch.grouped import load_grouped
 from semantic.adapters.outbound.backends.torch.loading import (
     TorchOptions,
     WeightsOption,
     choose_dtype,
 )
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
+from semantic.adapters.outbound.backends.torch.reading import load_grouped
 from semantic.adapters.outbound.models.source import LocalModelSource
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.spec import ModelCacheSpec

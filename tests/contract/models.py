@@ -20,13 +20,14 @@ from transformers import (
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ModelCacheSpec
 
 BLOCK_TOKENS = 8
 WINDOW = 12
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "qwen3-moe", "gpt-oss")
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 96,
@@ -41,6 +42,13 @@ SIZES: Mapping[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
+}
+
+EXPERTS: Mapping[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
 }
 
 
@@ -71,6 +79,8 @@ def family_config(name: str) -> Any:
                 attn_logit_softcapping=5.0,
                 tie_word_embeddings=False,
             )
+        case "qwen3-moe":
+            return Qwen3MoeConfig(**SIZES, **EXPERTS)
         case "gpt-oss":
             return GptOssConfig(
                 **SIZES, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2

@@ -77,27 +77,63 @@ static void print_exponentials(void) {
     printf("exponential: %016llx\n", (unsigned long long)hash);
 }
 
-/* Two sequences, one with several new tokens; 2 layers, 4 heads that share 2 pairs of keys. */
-static void print_step(int bits) {
-    enum { HIDDEN = 64, INNER = 96, HEAD_COUNT = 4, KV = 2, DIM = 16, WORDS = 40, CAPACITY = 200 };
-    Layer layers[2];
-    for (int i = 0; i < 2; i++) {
-        layers[i] = (Layer){.norm = numbers(HIDDEN, 64, 0x1p-6f),
-                            .mlp_norm = numbers(HIDDEN, 64, 0x1p-6f),
-                            .query_norm = i ? numbers(DIM, 64, 0x1p-6f) : NULL,
-                            .key_norm = i ? numbers(DIM, 64, 0x1p-6f) : NULL,
-                            .inputs = {matrix(HEAD_COUNT * DIM, HIDDEN, bits, 1),
-                                       matrix(KV * DIM, HIDDEN, bits, 0),
-                                       matrix(KV * DIM, HIDDEN, bits, 0)},
-                            .output = matrix(HIDDEN, HEAD_COUNT * DIM, bits, 0),
-                            .gate = matrix(INNER, HIDDEN, bits, 0),
-                            .up = matrix(INNER, HIDDEN, bits, 0),
-                            .down = matrix(HIDDEN, INNER, bits, 0),
-                            .num_inputs = 3,
-                            .window = i ? 50 : 0};
+enum { HIDDEN = 64, INNER = 96, HEAD_COUNT = 4, KV = 2, DIM = 16, WORDS = 40, CAPACITY = 200 };
+enum { EXPERTS = 6, CHOSEN = 2 };
+
+/* Llama's parts; those of Gemma: norms of what layers add; those of GPT-OSS: sinks and experts. */
+enum { LLAMA, GEMMA, GPT_OSS };
+
+static Mlp *mlps(int count, int bits, int has_bias) {
+    Mlp *made = malloc(count * sizeof(Mlp));
+    for (int i = 0; i < count; i++)
+        made[i] = (Mlp){matrix(INNER, HIDDEN, bits, has_bias), matrix(INNER, HIDDEN, bits, has_bias),
+                        matrix(HIDDEN, INNER, bits, has_bias)};
+    return made;
+}
+
+static float *norm_of(int size) { return numbers(size, 64, 0x1p-6f); }
+
+static Layer layer(int family, int index, int bits) {
+    int has_output_norms = family == GEMMA, has_experts = family == GPT_OSS;
+    Layer made = {.norm = norm_of(HIDDEN),
+                  .mlp_norm = norm_of(HIDDEN),
+                  .query_norm = index ? norm_of(DIM) : NULL,
+                  .key_norm = index ? norm_of(DIM) : NULL,
+                  .output_norm = has_output_norms ? norm_of(HIDDEN) : NULL,
+                  .mlp_output_norm = has_output_norms ? norm_of(HIDDEN) : NULL,
+                  .sinks = has_experts ? numbers(HEAD_COUNT, 64, 0x1p-5f) : NULL,
+                  .mlps = mlps(has_experts ? EXPERTS : 1, bits, has_experts),
+                  .inputs = {matrix(HEAD_COUNT * DIM, HIDDEN, bits, 1),
+                             matrix(KV * DIM, HIDDEN, bits, 0),
+                             matrix(KV * DIM, HIDDEN, index ? 8 : bits, 0)},
+                  .output = matrix(HIDDEN, HEAD_COUNT * DIM, bits, 0),
+                  .num_inputs = 3,
+                  .window = index ? 50 : 0,
+                  .rope = has_output_norms ? index : 0};
+    if (has_experts) {
+        made.router = (Matrix){numbers(EXPERTS * HIDDEN, 512, 0x1p-9f), NULL, FULL,
+                               EXPERTS, HIDDEN, 1.0f};
+        made.num_experts = EXPERTS, made.num_chosen = CHOSEN, made.is_normalised = index;
     }
-    Model model = {layers, numbers(HIDDEN, 64, 0x1p-6f), matrix(WORDS, HIDDEN, 8, 0),
-                   2, HIDDEN, INNER, HEAD_COUNT, KV, DIM, 1e-5f, 0.25f};
+    return made;
+}
+
+/* Two sequences, one with several new tokens; 2 layers, 4 heads that share 2 pairs of keys. */
+static void print_step(int family, int bits) {
+    const char *names[] = {"llama", "gemma", "gpt-oss"};
+    const Activation activations[] = {{SILU, 0, 0}, {GELU_TANH, 0, 0}, {CLAMPED, 1.702f, 7.0f}};
+    Layer layers[] = {layer(family, 0, bits), layer(family, 1, bits)};
+    Model model = {.layers = layers,
+                   .norm = norm_of(HIDDEN),
+                   .head = matrix(WORDS, HIDDEN, 8, 0),
+                   .activation = activations[family],
+                   .num_layers = 2,
+                   .hidden = HIDDEN,
+                   .heads = HEAD_COUNT,
+                   .kv_heads = KV,
+                   .dim = DIM,
+                   .eps = 1e-5f,
+                   .scaling = 0.25f};
     int lengths[] = {150, 37}, news[] = {1, 9}, num_rows = 0;
     Row rows[10];
     for (int s = 0; s < 2; s++) {
@@ -106,15 +142,17 @@ static void print_step(int bits) {
         for (int i = 0; i < news[s]; i++)
             rows[num_rows++] = (Row){keys, values, CAPACITY, lengths[s] + i};
     }
-    float *cos = numbers(num_rows * DIM, 512, 0x1p-9f), *sin = numbers(num_rows * DIM, 512, 0x1p-9f);
+    float *cos = numbers(2 * num_rows * DIM, 512, 0x1p-9f);
+    float *sin = numbers(2 * num_rows * DIM, 512, 0x1p-9f);
     float *hidden = numbers(num_rows * HIDDEN, 512, 0x1p-9f), logits[2 * WORDS];
     int32_t last[] = {0, num_rows - 1};
     if (semantic_step(&model, rows, num_rows, cos, sin, last, 2, hidden, logits, 2)) exit(1);
-    for (int i = 0; i < 2 * WORDS; i++) printf("step %d bits %d: %a\n", bits, i, logits[i]);
+    for (int i = 0; i < 2 * WORDS; i++)
+        printf("step %s %d bits %d: %a\n", names[family], bits, i, logits[i]);
 }
 
 int main(void) {
     print_linears(4), print_linears(8), print_exponentials();
-    print_step(4), print_step(8);
+    for (int family = LLAMA; family <= GPT_OSS; family++) print_step(family, 4), print_step(family, 8);
     return 0;
 }

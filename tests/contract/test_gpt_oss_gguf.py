@@ -14,10 +14,10 @@ from torch.nn import functional
 from benchmarks.gpt_oss_file import TOKENS, write_gpt_oss
 from semantic.adapters.outbound.backends.torch import cpu
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
-from semantic.adapters.outbound.backends.torch.grouped import load_grouped
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.backends.torch.native.library import Library
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
+from semantic.adapters.outbound.backends.torch.reading import load_grouped
 from semantic.adapters.outbound.models.gguf import import_gguf
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.errors import InvalidRequestError
@@ -122,6 +122,7 @@ def test_experts_stay_in_four_bits_on_disk(published: Pair) -> None:
 
 def test_a_batch_gives_what_each_gives_alone(native: NativeBuild, published: Pair) -> None:
     backend = TorchBackend(published.directory, published.spec, TorchOptions(native=native))
+    assert (backend._decoder is None) == (native.library() is None)
     texts = [[token % len(TOKENS) for token in prompt(12 + n, seed=n)] for n in range(3)]
     check_batch(backend, texts)
 

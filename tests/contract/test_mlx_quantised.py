@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from benchmarks.gpt_oss_file import TOKENS, write_gpt_oss
 from semantic.adapters.outbound.backends.mlx import runtime
-from semantic.adapters.outbound.backends.torch.grouped import load_grouped
+from semantic.adapters.outbound.backends.torch.reading import load_grouped
 from semantic.adapters.outbound.models.gguf import import_gguf
 from tests.contract.conftest import make_mlx, require_mlx
 from tests.contract.driver import check_batch, prompt

@@ -7,7 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from semantic.adapters.outbound.backends.torch import cpu
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
@@ -16,14 +22,14 @@ from semantic.adapters.outbound.backends.torch.grouped import (
     GroupedLinear,
     GroupedWeight,
     _Bfloat16Kernel,
-    load_grouped,
 )
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.backends.torch.native.library import Library
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
+from semantic.adapters.outbound.backends.torch.reading import load_grouped
 from semantic.domain.errors import InvalidRequestError
 from tests.contract.driver import begin, check_batch, prompt
-from tests.contract.models import SIZES, spec_of, write_weights
+from tests.contract.models import EXPERTS, SIZES, spec_of, write_weights
 
 pytestmark = pytest.mark.contract
 
@@ -32,6 +38,7 @@ CONFIGS = {
     "llama tied": LlamaConfig(**WIDE, tie_word_embeddings=True),
     "qwen2 with biases": Qwen2Config(**WIDE, tie_word_embeddings=False),
     "gemma3": Gemma3TextConfig(**WIDE, sliding_window=8, query_pre_attn_scalar=16),
+    "qwen3-moe": Qwen3MoeConfig(**WIDE, **{**EXPERTS, "moe_intermediate_size": 32}),
 }
 
 
@@ -39,21 +46,39 @@ def write_grouped(directory: Path, config: object, bits: dict[str, int]) -> Path
     """A tiny model as mlx-lm writes quantised ones; linears not named have four bits."""
     write_weights(directory, config)
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(directory / "model.safetensors").items():
+    for name, tensor in _with_stacked_experts(load_file(directory / "model.safetensors")).items():
         if tensor.ndim < 2:
             tensors[name] = tensor.bfloat16()
             continue
         owner = name.removesuffix(".weight")
-        weight = GroupedWeight.quantised(tensor, bits.get(owner.split(".")[-1], 4))
+        rows = tensor.flatten(0, -2)
+        weight = GroupedWeight.quantised(rows, bits.get(owner.split(".")[-1], 4))
         assert weight.biases is not None
-        tensors[name] = weight.packed.view(torch.uint32)
-        tensors[f"{owner}.scales"] = weight.scales.bfloat16()
-        tensors[f"{owner}.biases"] = weight.biases.bfloat16()
+        shape = (*tensor.shape[:-1], -1)
+        tensors[name] = weight.packed.view(torch.uint32).view(shape)
+        tensors[f"{owner}.scales"] = weight.scales.bfloat16().view(shape)
+        tensors[f"{owner}.biases"] = weight.biases.bfloat16().view(shape)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     path = directory / "config.json"
     quantization = {"group_size": 32, "bits": 4}
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization": quantization}))
     return directory
+
+
+def _with_stacked_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts as mlx-lm names them: one tensor for all of a layer."""
+    renamed: dict[str, torch.Tensor] = {}
+    experts: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        before, is_expert, after = name.partition(".experts.")
+        if is_expert:
+            number, _, part = after.partition(".")
+            of_part = experts.setdefault(f"{before}.switch_mlp.{part}", [])
+            assert len(of_part) == int(number)
+            of_part.append(tensor)
+        else:
+            renamed[name] = tensor
+    return renamed | {name: torch.stack(each) for name, each in experts.items()}
 
 
 # -- one linear -----------------------------------------------------------------------------------

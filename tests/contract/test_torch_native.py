@@ -13,14 +13,22 @@ import numpy as np
 import pytest
 import structlog
 import torch
-from transformers import GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from semantic.adapters.outbound.backends.torch.attention import Span, TorchSequence
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.cpu import Weights
 from semantic.adapters.outbound.backends.torch.grouped import (
     GroupedLinear,
     GroupedWeight,
-    read_tensors,
 )
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions, load_model, make_plan
 from semantic.adapters.outbound.backends.torch.native.library import (
@@ -29,16 +37,17 @@ from semantic.adapters.outbound.backends.torch.native.library import (
 )
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.backends.torch.plain import PlainModel, read_plain
+from semantic.adapters.outbound.backends.torch.reading import read_tensors
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.backend import Chunk, SequenceId
 from tests.contract.driver import advance, begin, check_batch, prompt, save
-from tests.contract.models import FAMILIES, SIZES, GetModel, spec_of, write_weights
+from tests.contract.models import EXPERTS, FAMILIES, SIZES, GetModel, spec_of, write_weights
 from tests.contract.test_torch_grouped import WIDE, write_grouped
 
 pytestmark = pytest.mark.contract
 
-PLAIN = {"llama", "qwen2", "qwen3", "mistral"}
+SUPPORTED = {"llama", "qwen2", "qwen3", "mistral", "gemma3", "qwen3-moe", "gpt-oss"}
 
 
 # -- one linear -----------------------------------------------------------------------------------
@@ -68,25 +77,32 @@ def test_a_linear_multiplies(library: Library, num_outputs: int, num_rows: int, 
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plain_models_are_run_in_one_call(
+def test_supported_models_are_run_in_one_call(
     native: NativeBuild, tiny_model: GetModel, family: str
 ) -> None:
     model = tiny_model(family)
     backend = TorchBackend(model.directory, model.spec, TorchOptions("float32", native=native))
-    assert (backend._decoder is not None) == (family in PLAIN)
+    assert (backend._decoder is not None) == (family in SUPPORTED)
 
 
 @pytest.mark.parametrize(
     "config",
-    [LlamaConfig(**WIDE, tie_word_embeddings=True), Qwen2Config(**WIDE), Qwen3Config(**WIDE)],
-    ids=["llama", "qwen2", "qwen3"],
+    [
+        LlamaConfig(**WIDE, tie_word_embeddings=True),
+        Qwen2Config(**WIDE),
+        Qwen3Config(**WIDE),
+        Gemma3TextConfig(**WIDE, sliding_window=8, query_pre_attn_scalar=16),
+        Qwen3MoeConfig(**WIDE, **{**EXPERTS, "moe_intermediate_size": 32, "norm_topk_prob": False}),
+    ],
+    ids=["llama", "qwen2", "qwen3", "gemma3", "qwen3-moe"],
 )
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.usefixtures("library")
 def test_quantised_models_answer_as_without_it_and_alike_in_a_batch(
     native: NativeBuild, config: object, num_threads: int, tmp_path: Path
 ) -> None:
-    directory = write_grouped(tmp_path, config, {"down_proj": 8, "embed_tokens": 8, "lm_head": 8})
+    more = ("v_proj", "down_proj", "gate", "embed_tokens", "lm_head")
+    directory = write_grouped(tmp_path, config, dict.fromkeys(more, 8))
     replies, decoders = [], []
     for build in (None, native):
         options = TorchOptions(num_threads=num_threads, native=build)
@@ -98,7 +114,7 @@ def test_quantised_models_answer_as_without_it_and_alike_in_a_batch(
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", sorted(SUPPORTED))
 def test_prompts_in_chunks_have_the_state_of_the_models_own_code(
     native: NativeBuild, tiny_model: GetModel, family: str
 ) -> None:
@@ -114,6 +130,20 @@ def test_prompts_in_chunks_have_the_state_of_the_models_own_code(
         states.append([np.frombuffer(b.data, np.float32) for part in parts for b in part.buffers])
     for found, expected in zip(*states, strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_experts_are_quantised_if_asked(
+    native: NativeBuild, tiny_model: GetModel, family: str, weights: Weights
+) -> None:
+    """More rows than are sorted by expert at once."""
+    model = tiny_model(family)
+    options = TorchOptions("float32", weights=weights, native=native)
+    backend = TorchBackend(model.directory, model.spec, options)
+    assert backend._decoder is not None
+    check_batch(backend, [prompt(300), prompt(290, seed=1)])
 
 
 @pytest.mark.usefixtures("library")

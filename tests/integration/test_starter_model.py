@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from semantic.adapters.outbound.backends.torch.grouped import load_grouped
+from semantic.adapters.outbound.backends.torch.reading import load_grouped
 from semantic.adapters.outbound.models.gguf import starter_gguf
 
 pytestmark = pytest.mark.integration

@@ -10,9 +10,9 @@ import torch
 
 from semantic.adapters.outbound.backends.torch import cpu
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
-from semantic.adapters.outbound.backends.torch.grouped import load_grouped
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
+from semantic.adapters.outbound.backends.torch.reading import load_grouped
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.sampling import SamplingParams
 from semantic.ports.backend import Chunk, Draw, ModelBackendPort

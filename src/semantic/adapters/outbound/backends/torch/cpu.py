@@ -25,11 +25,14 @@ from torch import nn
 from torch.nn import functional
 
 from semantic.adapters.outbound import host_memory
-from semantic.adapters.outbound.backends.torch.grouped import GroupedLinear, GroupedWeight
+from semantic.adapters.outbound.backends.torch.grouped import (
+    AnyLinear,
+    GroupedLinear,
+    GroupedWeight,
+)
 from semantic.adapters.outbound.backends.torch.native.library import Library
 
 Weights = Literal["full", "int8", "int4"]
-AnyLinear = nn.Linear | GroupedLinear
 
 _ROWS_HINT = 256  # the packed layout is optimised for this many rows; it works for any number
 _MAX_FEW_ROWS = 4  # up to this, quantised weights are faster; beyond it, packed ones

@@ -14,24 +14,17 @@ at a time are expanded.
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.nn import functional
 
 from semantic.adapters.outbound.backends.torch.native.library import Library, Matrix
-from semantic.domain.errors import InvalidRequestError
 
-_Replaceable = nn.Linear | nn.Embedding
-_Tensors = dict[str, torch.Tensor]
-
-_BITS = (4, 8)
-_GROUP = 32  # of weights quantised here; the kernels need groups that are multiples of it
+BITS = (4, 8)
+GROUP = 32  # of weights quantised here; the kernels need groups that are multiples of it
 _KERNEL_ROWS = 16  # the bfloat16 kernel reads past the end unless rows are a multiple of it
 _SMALLEST_STEP = 1e-30
 # Value of each MXFP4 code, in halves, with an offset of 12.
@@ -73,7 +66,7 @@ class GroupedWeight:
     @staticmethod
     def quantised(weight: torch.Tensor, bits: int) -> "GroupedWeight":
         """Quantise a matrix whose row length is a multiple of the group size."""
-        groups = weight.detach().float().view(len(weight), -1, _GROUP)
+        groups = weight.detach().float().view(len(weight), -1, GROUP)
         low, high = groups.amin(dim=2), groups.amax(dim=2)
         scales = ((high - low) / (2**bits - 1)).clamp_min(1e-8)
         steps = (groups - low[..., None]) / scales[..., None]
@@ -164,6 +157,20 @@ class GroupedLinear(nn.Module):
         return result if self.bias is None else result + self.bias
 
 
+class FixedLinear(nn.Linear):
+    """A linear over an existing weight; does not initialise one."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        given = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.register_parameter("bias", given)
+
+
+AnyLinear = nn.Linear | GroupedLinear
+
+
 class GroupedEmbedding(nn.Module):
     """An embedding that expands only the rows it looks up."""
 
@@ -178,35 +185,6 @@ class GroupedEmbedding(nn.Module):
         """Look up ids."""
         found = self.grouped.expanded(ids).to(self.dtype)
         return found if self.scale is None else found * self.scale.to(self.dtype)
-
-
-class GroupedExperts(nn.Module):
-    """GPT-OSS's experts as grouped linears; each row is computed only by its chosen experts."""
-
-    def __init__(
-        self, original: Any, inner: Sequence[GroupedLinear], down: Sequence[GroupedLinear]
-    ) -> None:
-        """Take two linears per expert: gate and up joined, and down."""
-        super().__init__()
-        self.alpha, self.limit = original.alpha, original.limit
-        self.inner, self.down = nn.ModuleList(inner), nn.ModuleList(down)
-
-    def forward(
-        self, hidden_states: torch.Tensor, router_indices: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Sum the weighted outputs of each row's experts."""
-        result = torch.zeros_like(hidden_states)
-        for expert in sorted(set(router_indices.flatten().tolist())):
-            rows, places = torch.where(router_indices == expert)
-            said = self._ask(expert, hidden_states[rows]) * weights[rows, places, None]
-            result.index_add_(0, rows, said.to(result.dtype))
-        return result
-
-    def _ask(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        gate, up = self.inner[expert](rows).chunk(2, dim=-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        result: torch.Tensor = self.down[expert]((up + 1) * gate * torch.sigmoid(gate * self.alpha))
-        return result
 
 
 # -- kernels --------------------------------------------------------------------------------------
@@ -300,159 +278,12 @@ def _pairs(digits: torch.Tensor) -> torch.Tensor:
     return digits[:, ::2] | (digits[:, 1::2] << 4)
 
 
-# -- loading --------------------------------------------------------------------------------------
-
-
-def is_grouped(config: Mapping[str, Any]) -> bool:
-    """Whether a model's config declares grouped weights."""
-    return isinstance(config.get("quantization"), Mapping)
+# -- quantising -----------------------------------------------------------------------------------
 
 
 def quantise_linears(model: nn.Module, bits: int) -> None:
     """Replace a model's linears by grouped ones where rows divide into whole groups."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and module.in_features % _GROUP == 0:
+        if isinstance(module, nn.Linear) and module.in_features % GROUP == 0:
             weight = GroupedWeight.quantised(module.weight, bits)
             model.set_submodule(name, GroupedLinear(weight, module.bias))
-
-
-def load_grouped(directory: Path, dtype: torch.dtype, attention: str, *, is_kept: bool) -> Any:
-    """Load a model with grouped weights; keep them grouped or expand them.
-
-    Raises:
-        InvalidRequestError: they do not have 4 or 8 bits, or do not match the model.
-    """
-    model = empty_model(directory, dtype, attention)
-    tensors = dict(read_tensors(directory))
-    for name, module in list(model.named_modules()):
-        if f"{name}.gate_proj.weight" in tensors and hasattr(module, "gate_up_proj"):
-            _load_experts(model, name, tensors, is_kept=is_kept)
-        elif f"{name}.scales" in tensors:
-            [weight] = take_weights(tensors, name, module.weight.shape[1])
-            if is_kept and isinstance(module, _Replaceable):
-                model.set_submodule(name, _kept(weight, module, tensors.pop(f"{name}.bias", None)))
-            else:
-                expanded = weight.expanded().to(dtype)
-                module.weight = nn.Parameter(expanded, requires_grad=False)
-                tensors[f"{name}.weight"] = module.weight
-    load_rest(model, tensors)
-    return model
-
-
-def empty_model(directory: Path, dtype: torch.dtype, attention: str) -> Any:
-    """Create the transformers model with uninitialised weights, which take no memory yet."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # written by mlx-lm; transformers does not support it
-    with no_init_weights():
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-
-
-def take_weights(tensors: _Tensors, name: str, num_columns: int) -> list[GroupedWeight]:
-    """Remove a linear's weight from `tensors` and return it, or one per expert.
-
-    Raises:
-        InvalidRequestError: the quantisation is not supported.
-    """
-    packed, scales = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.scales")
-    biases = tensors.pop(f"{name}.biases", None)
-    bits, group = packed.shape[-1] * 32 // num_columns, num_columns // scales.shape[-1]
-    is_mxfp4 = scales.dtype == torch.uint8 and (bits, group) == (4, _GROUP)
-    is_known = is_mxfp4 if biases is None else bits in _BITS
-    if not is_known or num_columns % (scales.shape[-1] * _GROUP):
-        raise InvalidRequestError(
-            f"the weights of {name} are quantised in a way that the torch backend does not read "
-            f"({bits} bits); use --backend mlx",
-            param="model",
-        )
-    if packed.ndim == 2:
-        return [GroupedWeight(packed, scales, biases, num_columns)]
-    each = biases if biases is not None else [None] * len(packed)
-    return [
-        GroupedWeight(*arrays, num_columns) for arrays in zip(packed, scales, each, strict=True)
-    ]
-
-
-def _load_experts(model: nn.Module, name: str, tensors: _Tensors, *, is_kept: bool) -> None:
-    """Load experts in mlx-lm's format: gate and up separate, one row per output."""
-    module: Any = model.get_submodule(name)
-    sizes = {"gate": module.hidden_size, "up": module.hidden_size, "down": module.intermediate_size}
-    biases = [tensors.pop(f"{name}.{part}_proj.bias").to(module.down_proj.dtype) for part in sizes]
-    matrices = [_experts(tensors, f"{name}.{part}_proj", sizes[part]) for part in sizes]
-    is_kept &= len({getattr(first, "kind", None) for first, *_ in matrices[:2]}) == 1
-    is_kept &= all(isinstance(first, GroupedWeight) for first, *_ in matrices)
-    gates, ups, downs = (zip(*part, strict=True) for part in zip(matrices, biases, strict=True))
-    if is_kept:
-        inner = [
-            GroupedLinear(GroupedWeight.joined([gate, up]), torch.cat([gate_bias, up_bias]))
-            for (gate, gate_bias), (up, up_bias) in zip(gates, ups, strict=True)
-        ]
-        experts = GroupedExperts(module, inner, [GroupedLinear(*down) for down in downs])
-        model.set_submodule(name, experts)
-        return
-    with torch.no_grad():
-        for index, (gate, up, down) in enumerate(zip(gates, ups, downs, strict=True)):
-            for place, (rows, bias) in enumerate((gate, up)):
-                module.gate_up_proj[index, :, place::2] = _expanded(rows).t()
-                module.gate_up_proj_bias[index, place::2] = bias
-            module.down_proj[index] = _expanded(down[0]).t()
-            module.down_proj_bias[index] = down[1]
-    loaded = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-    tensors |= {f"{name}.{part}": getattr(module, part) for part in loaded}
-
-
-def _experts(tensors: _Tensors, name: str, num_columns: int) -> Sequence[Any]:
-    """Return each expert's matrix, grouped or full."""
-    if f"{name}.scales" in tensors:
-        return take_weights(tensors, name, num_columns)
-    return list(tensors.pop(f"{name}.weight"))
-
-
-def _expanded(matrix: GroupedWeight | torch.Tensor) -> torch.Tensor:
-    return matrix.expanded() if isinstance(matrix, GroupedWeight) else matrix
-
-
-def _kept(weight: GroupedWeight, module: _Replaceable, bias: torch.Tensor | None) -> nn.Module:
-    if isinstance(module, nn.Embedding):
-        scale = getattr(module, "embed_scale", None)
-        return GroupedEmbedding(weight, module.weight.dtype, scale)
-    return GroupedLinear(weight, None if bias is None else bias.to(module.weight.dtype))
-
-
-def load_rest(
-    model: Any, tensors: Mapping[str, torch.Tensor], *, is_assigned: bool = False
-) -> None:
-    """Load all weights that are not grouped, and tie the head to the embedding if the model does.
-
-    Args:
-        model: The model to load into.
-        tensors: By name.
-        is_assigned: Assign the tensors as parameters instead of copying them.
-
-    Raises:
-        InvalidRequestError: they do not match the model.
-    """
-    result = model.load_state_dict(tensors, strict=False, assign=is_assigned)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    missing = set(result.missing_keys)
-    if model.config.tie_word_embeddings:
-        missing.discard("lm_head.weight")
-        if isinstance(embedding, GroupedEmbedding):
-            model.set_output_embeddings(GroupedLinear(embedding.grouped, head.bias))
-        else:
-            model.tie_weights()
-    if wrong := sorted(missing | set(result.unexpected_keys)):
-        raise InvalidRequestError(
-            f"the model's weights and its config.json do not fit: {wrong[0]}", param="model"
-        )
-
-
-def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all tensors of a model's files; their data is read on access."""
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
-                yield name, file.get_tensor(name)

@@ -22,16 +22,17 @@ from torch.nn import functional
 from semantic.adapters.outbound.backends.torch import cpu
 from semantic.adapters.outbound.backends.torch.attention import ATTENTION_NAME, packed_attention
 from semantic.adapters.outbound.backends.torch.cpu import Weights
-from semantic.adapters.outbound.backends.torch.decoding import Decoder, is_plain
-from semantic.adapters.outbound.backends.torch.grouped import (
-    is_grouped,
-    load_grouped,
-    quantise_linears,
-    read_tensors,
-)
+from semantic.adapters.outbound.backends.torch.decoding import Decoder, can_decode
+from semantic.adapters.outbound.backends.torch.experts import separate_experts
+from semantic.adapters.outbound.backends.torch.grouped import quantise_linears
 from semantic.adapters.outbound.backends.torch.native.library import Library
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.backends.torch.plain import read_plain
+from semantic.adapters.outbound.backends.torch.reading import (
+    is_grouped,
+    load_grouped,
+    read_tensors,
+)
 from semantic.adapters.outbound.backends.torch.shares import Share, load_share
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute, ComputeHint, LayerKind, ModelCacheSpec
@@ -304,11 +305,13 @@ def _read_by_library(directory: Path, plan: Plan) -> Any:
 
 
 def _prepare_for_cpu(model: Any, spec: ModelCacheSpec, plan: Plan) -> Decoder | None:
+    if plan.library is not None:
+        separate_experts(model)
     if plan.weights != "full" and plan.library is not None:
         quantise_linears(model, bits=4 if plan.weights == "int4" else 8)
     if plan.dtype == torch.bfloat16:
         cpu.round_less(model)
-    if plan.library is not None and is_plain(model):
+    if plan.library is not None and can_decode(model):
         cpu.pack_grouped(model, plan.library, is_merged=False)
         return Decoder(model, spec, plan.library)
     cpu.pack_grouped(model, plan.library)

@@ -17,11 +17,13 @@ from torch.nn import functional
 
 from semantic.adapters.outbound.backends.torch.attention import Span, packed_attention
 from semantic.adapters.outbound.backends.torch.grouped import (
+    AnyLinear,
+    FixedLinear,
     GroupedEmbedding,
     GroupedLinear,
     GroupedWeight,
-    take_weights,
 )
+from semantic.adapters.outbound.backends.torch.reading import take_weights
 from semantic.domain.spec import ModelCacheSpec
 
 _FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
@@ -85,13 +87,13 @@ class _Parts:
     ) -> None:
         self.left, self._dtype, self._is_kept = dict(tensors), dtype, is_kept
 
-    def linear(self, name: str, num_rows: int, num_columns: int) -> nn.Linear | GroupedLinear:
+    def linear(self, name: str, num_rows: int, num_columns: int) -> AnyLinear:
         has_bias = f"{name}.bias" in self.left
         bias = self._take(f"{name}.bias", num_rows) if has_bias else None
         weight = self._matrix(name, num_rows, num_columns)
         if isinstance(weight, GroupedWeight):
             return GroupedLinear(weight, bias)
-        return _Linear(weight, bias)
+        return FixedLinear(weight, bias)
 
     def embedding(self, name: str, num_rows: int, num_columns: int) -> nn.Module:
         weight = self._matrix(name, num_rows, num_columns)
@@ -118,17 +120,6 @@ class _Parts:
 
 
 # -- modules, by the names that files have ---------------------------------------------------------
-
-
-class _Linear(nn.Linear):
-    """A linear over an existing weight; does not initialise one."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        given = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.register_parameter("bias", given)
 
 
 class PlainRMSNorm(nn.Module):
@@ -287,7 +278,7 @@ class PlainModel(nn.Module):
         windows = [layer.window for layer in spec.layers]
         self.config = SimpleNamespace(**{**config, "head_dim": dim, "windows": windows})
         self.model = _Base(parts, self.config, rope)
-        self.lm_head: nn.Linear | GroupedLinear
+        self.lm_head: AnyLinear
         embedding = self.model.embed_tokens
         if not config["tie_word_embeddings"]:
             size = (config["vocab_size"], config["hidden_size"])
@@ -295,7 +286,7 @@ class PlainModel(nn.Module):
         elif isinstance(embedding, GroupedEmbedding):
             self.lm_head = GroupedLinear(embedding.grouped, None)
         else:
-            self.lm_head = _Linear(cast("nn.Embedding", embedding).weight, None)
+            self.lm_head = FixedLinear(cast("nn.Embedding", embedding).weight, None)
 
     @property
     def base_model(self) -> nn.Module:

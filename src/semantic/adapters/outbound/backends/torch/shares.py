@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import distributed, nn
 from torch.nn import functional
 
-from semantic.adapters.outbound.backends.torch.grouped import empty_model, load_rest
+from semantic.adapters.outbound.backends.torch.reading import empty_model, load_rest
 from semantic.domain.errors import InvalidRequestError
 
 _BY_ROWS, _BY_COLUMNS = "colwise", "rowwise"  # the library's names; the stored weight is transposed

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FULL = 0  # kind of a float32 matrix; the kind of an integer matrix is its number of bits
+SILU, GELU_TANH, CLAMPED = 0, 1, 2  # kinds of `Activation`
 
 
 class LibraryMismatchError(OSError):
@@ -30,6 +31,22 @@ class Matrix(ctypes.Structure):
     )
 
 
+class Activation(ctypes.Structure):
+    """`Activation` of `linears.h`."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("alpha", ctypes.c_float),
+        ("limit", ctypes.c_float),
+    )
+
+
+class Mlp(ctypes.Structure):
+    """`Mlp` of `step.h`."""
+
+    _fields_ = (("gate", Matrix), ("up", Matrix), ("down", Matrix))
+
+
 class Layer(ctypes.Structure):
     """`Layer` of `step.h`."""
 
@@ -38,13 +55,19 @@ class Layer(ctypes.Structure):
         ("mlp_norm", ctypes.c_void_p),
         ("query_norm", ctypes.c_void_p),
         ("key_norm", ctypes.c_void_p),
+        ("output_norm", ctypes.c_void_p),
+        ("mlp_output_norm", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+        ("mlps", ctypes.POINTER(Mlp)),
         ("inputs", Matrix * 3),
         ("output", Matrix),
-        ("gate", Matrix),
-        ("up", Matrix),
-        ("down", Matrix),
+        ("router", Matrix),
         ("num_inputs", ctypes.c_int32),
         ("window", ctypes.c_int32),
+        ("rope", ctypes.c_int32),
+        ("num_experts", ctypes.c_int32),
+        ("num_chosen", ctypes.c_int32),
+        ("is_normalised", ctypes.c_int32),
     )
 
 
@@ -52,11 +75,15 @@ class Model(ctypes.Structure):
     """`Model` of `step.h`."""
 
     _fields_ = (
-        ("layers", ctypes.c_void_p),
+        ("layers", ctypes.POINTER(Layer)),
         ("norm", ctypes.c_void_p),
         ("head", Matrix),
-        *((name, ctypes.c_int32) for name in ("num_layers", "hidden", "inner")),
-        *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "dim")),
+        ("activation", Activation),
+        ("num_layers", ctypes.c_int32),
+        ("hidden", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("dim", ctypes.c_int32),
         ("eps", ctypes.c_float),
         ("scaling", ctypes.c_float),
     )

@@ -30,7 +30,7 @@ from semantic.domain.errors import InvalidRequestError
 
 _SOURCE = Path(__file__).with_name("source")
 PREBUILT = Path(__file__).with_name("prebuilt")
-_FILES = ("threads.c", "linears.c", "pack.c", "attention.c", "step.c")
+_FILES = ("threads.c", "linears.c", "pack.c", "attention.c", "experts.c", "step.c")
 _SUPPORT = "supported.c"
 # Multiply-adds are explicit, because compilers differ in which operations they contract.
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno")

@@ -147,6 +147,12 @@ static void attend_single(Step *s, int layer, int item, float *scratch) {
     }
 }
 
+/* The sum of a head's weights and its sink's. */
+INLINE float with_sink(float total, float greatest, const Layer *layer, int head) {
+    if (!layer->sinks) return total;
+    return total + exponential(vmin(splat(88.0f), splat(layer->sinks[head] - greatest)))[0];
+}
+
 void join_parts(const Step *s, int row, const Layer *layer, float *out) {
     const Model *m = s->model;
     const Row *r = &s->rows[row];
@@ -156,7 +162,7 @@ void join_parts(const Step *s, int row, const Layer *layer, float *out) {
         float *part = part_of(s, single, h, 0);
         for (int share = 1; share < s->num_shares && (int64_t)share * KEYS < count; share++)
             merge_parts(part, part_of(s, single, h, share), m->dim);
-        vf sum = splat(part[m->dim + 1]);
+        vf sum = splat(with_sink(part[m->dim + 1], part[m->dim], layer, h));
         for (int d = 0; d < m->dim; d += LANES)
             store_some(out + d, load_some(part + d, m->dim - d) / sum, m->dim - d);
     }
@@ -300,8 +306,10 @@ static void attend_tile(Step *s, int layer, int item, float *scratch) {
     for (int at = 0; at < tile[1] * shared; at++) {
         const Panel *p = &panels[at / PANEL];
         int row = tile[0] + at / shared, i = at % PANEL;
-        float *out = s->attended + ((size_t)row * m->heads + head * shared + at % shared) * dim;
-        for (int d = 0; d < dim; d++) out[d] = p->sums[d * PANEL + i] / p->total[i];
+        int h = head * shared + at % shared;
+        float *out = s->attended + ((size_t)row * m->heads + h) * dim;
+        float total = with_sink(p->total[i], p->greatest[i], &m->layers[layer], h);
+        for (int d = 0; d < dim; d++) out[d] = p->sums[d * PANEL + i] / total;
     }
 }
 

@@ -4,7 +4,6 @@
 #include <stdlib.h>
 
 enum { WIDTH = 512, AHEAD = 128 }; /* of float32: columns at once, and those prefetched */
-enum { MOST_BLOCKS = 64 / LANES }; /* that a thread takes at once */
 
 void *allocate(size_t bytes) {
 #if defined(_WIN32)
@@ -87,16 +86,19 @@ INLINE int tile_width(int first, int num_rows) {
     return num_rows - first < MAX_TILE ? num_rows - first : MAX_TILE;
 }
 
-void prepare(int8_t *prepared, const Matrix *reader, int row, int num_rows, const float *x) {
-    int first = row / MAX_TILE * MAX_TILE, width = tile_width(first, num_rows);
+void prepare_in_tile(int8_t *tile, const Matrix *reader, int place, int width, const float *x) {
     int columns = reader->columns;
-    int8_t *tile = prepared + first * prepared_size(reader);
     if (reader->kind != FULL) {
-        to_digits(x, columns, tile, row - first, width, HAS_WORDS && reader->kind == EIGHT_BITS);
+        to_digits(x, columns, tile, place, width, HAS_WORDS && reader->kind == EIGHT_BITS);
         return;
     }
-    float *out = (float *)tile + (row - first) * LANES;
+    float *out = (float *)tile + place * LANES;
     for (int k = 0; k < columns; k += LANES) store(out + k * width, load_some(x + k, columns - k));
+}
+
+void prepare(int8_t *prepared, const Matrix *reader, int row, int num_rows, const float *x) {
+    int first = row / MAX_TILE * MAX_TILE, width = tile_width(first, num_rows);
+    prepare_in_tile(prepared + first * prepared_size(reader), reader, row - first, width, x);
 }
 
 /* ---- LANES rows of a matrix times some rows of activations ------------------------------------- */
@@ -200,9 +202,8 @@ INLINE size_t block_size(const Matrix *a) {
     return a->columns / GROUP * group_size(a->kind);
 }
 
-/* LANES results for each of up to MAX_TILE rows; of float32 over some of the columns. */
-static void multiply(const Matrix *a, int index, const int8_t *x, int count, int from, int columns,
-                     vf *out) {
+void multiply(const Matrix *a, int index, const int8_t *x, int count, int from, int columns,
+              vf *out) {
     const uint8_t *block = (const uint8_t *)a->data + block_size(a) * index;
     int left = a->rows - index * LANES;
 #define CASE(n, bits) case n: multiply_integers(block, a->columns, bits, x, n, out); break;
@@ -232,13 +233,6 @@ static void multiply(const Matrix *a, int index, const int8_t *x, int count, int
 INLINE int tile_of(const Input *input, const Matrix *a, int first, const int8_t **x) {
     *x = input->prepared + first * prepared_size(a);
     return tile_width(first, input->rows);
-}
-INLINE int num_blocks(const Matrix *a) { return (a->rows + LANES - 1) / LANES; }
-
-/* Blocks that a thread takes at once: eight pieces or more for each thread. */
-INLINE int piece_size(int blocks, const Team *team) {
-    int size = blocks / (team->count * 8);
-    return size < 1 ? 1 : size > MOST_BLOCKS ? MOST_BLOCKS : size;
 }
 
 /* Columns that are taken at once: of float32 so many that a tile of activations stays in cache. */
@@ -277,13 +271,8 @@ void project(Team *team, const Matrix *all, int num_matrices, const Input *input
     barrier(team);
 }
 
-INLINE vf silu(vf x) {
-    vf one = splat(1.0f);
-    return x * (one / (one + exponential(zeros() - vmax(splat(-86.0f), x))));
-}
-
-void project_gated(Team *team, const Matrix *gate, const Matrix *up, const Input *input, float *out,
-                   int stride) {
+void project_gated(Team *team, const Matrix *gate, const Matrix *up, const Activation *activation,
+                   const Input *input, float *out, int stride) {
     int total = num_blocks(gate), start, size = piece_size(total, team);
     while ((start = take(team, total, size)) >= 0) {
         int end = start + size < total ? start + size : total;
@@ -297,7 +286,7 @@ void project_gated(Team *team, const Matrix *gate, const Matrix *up, const Input
                 multiply(up, index, x, count, 0, up->columns, u);
                 for (int m = 0; m < count; m++) {
                     float *target = out + (size_t)(first + m) * stride + index * LANES;
-                    store_some(target, silu(g[m]) * u[m], left);
+                    store_some(target, activate(activation, g[m], u[m]), left);
                 }
             }
     }

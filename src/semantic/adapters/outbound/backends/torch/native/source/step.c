@@ -19,10 +19,22 @@ static void normalise(const float *x, const float *weight, int size, float eps, 
     }
 }
 
-static void norm_phase(Step *s, Team *team, const float *weight, const Matrix *reader) {
+/* Add to a row what the last matrix has left in `normed`, normalised, if it has a norm. */
+static void add_output(Step *s, int row, const float *weight) {
+    int size = s->model->hidden;
+    float *hidden = s->hidden + (size_t)row * size, *output = s->normed + (size_t)row * size;
+    if (!weight) return;
+    normalise(output, weight, size, s->model->eps, output);
+    for (int i = 0; i < size; i++) hidden[i] += output[i];
+}
+
+/* Normalise all rows for a matrix; `output_norm` is that of what the last matrix computed. */
+static void norm_phase(Step *s, Team *team, const float *output_norm, const float *weight,
+                       const Matrix *reader) {
     int size = s->model->hidden, row;
     while ((row = take(team, s->num_rows, 1)) >= 0) {
         float *out = s->normed + (size_t)row * size;
+        add_output(s, row, output_norm);
         normalise(s->hidden + (size_t)row * size, weight, size, s->model->eps, out);
         prepare(s->prepared, reader, row, s->num_rows, out);
     }
@@ -30,8 +42,8 @@ static void norm_phase(Step *s, Team *team, const float *weight, const Matrix *r
 }
 
 /* Apply a head's norm, if there is one, and RoPE. */
-static void rotate(float *x, const float *norm, const Model *m, const float *cos, const float *sin,
-                   float scale) {
+static void apply_rope(float *x, const float *norm, const Model *m, const float *cos,
+                       const float *sin, float scale) {
     int half = m->dim / 2;
     if (norm) normalise(x, norm, m->dim, m->eps, x);
     for (int i = 0; i < half; i++) {
@@ -48,13 +60,14 @@ static void append_phase(Step *s, Team *team, int index) {
     int stride = (m->heads + 2 * m->kv_heads) * m->dim, row;
     while ((row = take(team, s->num_rows, 1)) >= 0) {
         const Row *r = &s->rows[row];
-        const float *cos = s->cos + row * m->dim, *sin = s->sin + row * m->dim;
+        size_t angles = ((size_t)layer->rope * s->num_rows + row) * m->dim;
+        const float *cos = s->cos + angles, *sin = s->sin + angles;
         float *x = s->inputs + (size_t)row * stride;
         for (int h = 0; h < m->heads; h++, x += m->dim)
-            rotate(x, layer->query_norm, m, cos, sin, m->scaling);
+            apply_rope(x, layer->query_norm, m, cos, sin, m->scaling);
         for (int h = 0; h < m->kv_heads; h++, x += m->dim) {
             size_t place = (((size_t)index * m->kv_heads + h) * r->capacity + r->position) * m->dim;
-            rotate(x, layer->key_norm, m, cos, sin, 1.0f);
+            apply_rope(x, layer->key_norm, m, cos, sin, 1.0f);
             memcpy(r->keys + place, x, m->dim * sizeof(float));
             memcpy(r->values + place, x + m->kv_heads * m->dim, m->dim * sizeof(float));
         }
@@ -72,68 +85,144 @@ static void join_phase(Step *s, Team *team, const Layer *layer) {
     barrier(team);
 }
 
-static void inner_phase(Step *s, Team *team, const Matrix *reader) {
+static void prepare_phase(Step *s, Team *team, const Matrix *reader, const float *x) {
     int row;
     while ((row = take(team, s->num_rows, 1)) >= 0)
-        prepare(s->prepared, reader, row, s->num_rows, s->inner + (size_t)row * reader->columns);
+        prepare(s->prepared, reader, row, s->num_rows, x + (size_t)row * reader->columns);
     barrier(team);
 }
 
-static void head_phase(Step *s, Team *team) {
+/* Queries, keys and values: matrices with other numbers of bits may read another form of the input. */
+static void project_inputs(Step *s, Team *team, const Layer *layer) {
     const Model *m = s->model;
-    int row;
-    while ((row = take(team, s->num_last, 1)) >= 0) {
-        float *out = s->normed + (size_t)row * m->hidden;
-        normalise(s->hidden + (size_t)s->last[row] * m->hidden, m->norm, m->hidden, m->eps, out);
-        prepare(s->prepared, &m->head, row, s->num_last, out);
+    const Matrix *inputs = layer->inputs;
+    int stride = (m->heads + 2 * m->kv_heads) * m->dim, offset = 0;
+    Input input = {s->prepared, s->num_rows};
+    for (int first = 0, end; first < layer->num_inputs; first = end) {
+        int width = inputs[first].rows;
+        for (end = first + 1; end < layer->num_inputs; width += inputs[end++].rows)
+            if (!reads_same(&inputs[first], &inputs[end])) break;
+        if (first) prepare_phase(s, team, &inputs[first], s->normed);
+        project(team, inputs + first, end - first, &input, s->inputs + offset, stride, 0);
+        offset += width;
+    }
+}
+
+static void head_phase(Step *s, Team *team, const float *output_norm) {
+    const Model *m = s->model;
+    int i;
+    while ((i = take(team, s->num_last, 1)) >= 0) {
+        float *row = s->hidden + (size_t)s->last[i] * m->hidden;
+        add_output(s, s->last[i], output_norm);
+        normalise(row, m->norm, m->hidden, m->eps, row);
+        prepare(s->prepared, &m->head, i, s->num_last, row);
     }
     barrier(team);
     Input input = {s->prepared, s->num_last};
     project(team, &m->head, 1, &input, s->logits, m->head.rows, 0);
 }
 
+/* Multiply by the last matrix of attention or of an MLP, whose results are added to `hidden`; with a
+ * norm they wait for it in `normed`. */
+static void project_output(Step *s, Team *team, const Matrix *matrix, const float *norm) {
+    Input input = {s->prepared, s->num_rows};
+    project(team, matrix, 1, &input, norm ? s->normed : s->hidden, s->model->hidden, !norm);
+}
+
 static void step_job(void *argument, Team *team, int thread) {
     Step *s = argument;
     const Model *m = s->model;
-    int stride = (m->heads + 2 * m->kv_heads) * m->dim;
     Input input = {s->prepared, s->num_rows};
+    const float *output_norm = NULL;
     for (int i = 0; i < m->num_layers; i++) {
         const Layer *layer = &m->layers[i];
-        norm_phase(s, team, layer->norm, layer->inputs);
-        project(team, layer->inputs, layer->num_inputs, &input, s->inputs, stride, 0);
+        const Mlp *mlp = layer->mlps;
+        norm_phase(s, team, output_norm, layer->norm, layer->inputs);
+        project_inputs(s, team, layer);
         append_phase(s, team, i);
         attend_phase(s, team, thread, i);
         join_phase(s, team, layer);
-        project(team, &layer->output, 1, &input, s->hidden, m->hidden, 1);
-        norm_phase(s, team, layer->mlp_norm, &layer->gate);
-        project_gated(team, &layer->gate, &layer->up, &input, s->inner, m->inner);
-        inner_phase(s, team, &layer->down);
-        project(team, &layer->down, 1, &input, s->hidden, m->hidden, 1);
+        project_output(s, team, &layer->output, layer->output_norm);
+        norm_phase(s, team, layer->output_norm, layer->mlp_norm,
+                   layer->num_experts ? &layer->router : &mlp->gate);
+        output_norm = layer->mlp_output_norm;
+        if (layer->num_experts) {
+            mix_experts(s, team, layer);
+            continue;
+        }
+        project_gated(team, &mlp->gate, &mlp->up, &m->activation, &input, s->inner, mlp->gate.rows);
+        prepare_phase(s, team, &mlp->down, s->inner);
+        project_output(s, team, &mlp->down, output_norm);
     }
-    head_phase(s, team);
+    head_phase(s, team, output_norm);
 }
 
-/* Bytes for prepared rows of any matrix of the model. */
-static size_t widest_prepared(const Model *m) {
-    size_t widest = prepared_size(&m->head);
+/* ---- memory ---------------------------------------------------------------------------------- */
+
+/* The most that any layer needs: bytes of prepared rows, floats of inner rows, and experts. */
+typedef struct {
+    size_t prepared, inner, num_experts, num_chosen;
+} Sizes;
+
+INLINE void raise_to(size_t *most, size_t size) {
+    if (size > *most) *most = size;
+}
+
+static Sizes largest_sizes(const Model *m, size_t num_rows) {
+    Sizes most = {.prepared = num_rows * prepared_size(&m->head)};
     for (int i = 0; i < m->num_layers; i++) {
         const Layer *layer = &m->layers[i];
-        const Matrix *all[] = {&layer->inputs[0], &layer->output, &layer->gate, &layer->down};
-        for (int j = 0; j < 4; j++)
-            if (prepared_size(all[j]) > widest) widest = prepared_size(all[j]);
+        for (int j = 0; j < layer->num_inputs; j++)
+            raise_to(&most.prepared, num_rows * prepared_size(&layer->inputs[j]));
+        raise_to(&most.prepared, num_rows * prepared_size(&layer->output));
+        if (layer->num_experts) {
+            raise_to(&most.prepared, num_rows * prepared_size(&layer->router));
+            raise_to(&most.prepared, expert_prepared_size(layer, (int)num_rows));
+            raise_to(&most.inner, expert_inner_size(layer, (int)num_rows));
+            raise_to(&most.num_experts, layer->num_experts);
+            raise_to(&most.num_chosen, layer->num_chosen);
+        } else {
+            raise_to(&most.prepared, num_rows * prepared_size(&layer->mlps->gate));
+            raise_to(&most.prepared, num_rows * prepared_size(&layer->mlps->down));
+            raise_to(&most.inner, num_rows * layer->mlps->down.columns);
+        }
     }
-    return widest;
+    return most;
 }
 
-/* Run a model over some rows; `hidden` has their embeddings and is overwritten. Returns 0, or 1 when
- * there is no memory for it. */
+enum { NUM_BUFFERS = 12 };
+
+/* Allocate a step's scratch memory into `buffers`; returns 1 when there is none. */
+static int allocate_all(Step *s, size_t num_threads, void **buffers) {
+    const Model *m = s->model;
+    size_t n = s->num_rows, width = (size_t)m->heads * m->dim, floats = sizeof(float);
+    size_t stride = width + 2 * (size_t)m->kv_heads * m->dim;
+    Sizes most = largest_sizes(m, n);
+    size_t parts = s->num_single * part_size(m) * m->heads * s->num_shares;
+    const size_t sizes[NUM_BUFFERS] = {
+        n * m->hidden * floats, n * stride * floats, n * width * floats, most.inner * floats,
+        parts * floats, most.prepared, num_threads * s->scratch_size * floats,
+        n * most.num_experts * floats, n * most.num_chosen * floats,
+        n * most.num_chosen * sizeof(int32_t), n * most.num_chosen * sizeof(Routed),
+        most.num_experts * sizeof(Run),
+    };
+    int failed = 0;
+    for (int i = 0; i < NUM_BUFFERS; i++) failed |= !(buffers[i] = allocate(sizes[i]));
+    s->normed = buffers[0], s->inputs = buffers[1], s->attended = buffers[2], s->inner = buffers[3];
+    s->parts = buffers[4], s->prepared = buffers[5], s->scratch = buffers[6];
+    s->scores = buffers[7], s->weights = buffers[8], s->chosen = buffers[9];
+    s->routed = buffers[10], s->runs = buffers[11];
+    return failed;
+}
+
+/* Run a model over some rows; `hidden` has their embeddings and is overwritten. The cosines and sines
+ * are [RoPE, row, dim]. Rows of `last` differ. Returns 0, or 1 when there is no memory for it. */
 int semantic_step(const Model *model, const Row *rows, int num_rows, const float *cos,
                   const float *sin, const int32_t *last, int num_last, float *hidden,
                   float *logits, int threads) {
-    const Model *m = model;
-    int width = m->heads * m->dim, stride = (m->heads + 2 * m->kv_heads) * m->dim;
     int64_t longest = 0;
     size_t n = num_rows, num_threads = limit_threads(threads);
+    void *buffers[NUM_BUFFERS];
     for (int i = 0; i < num_rows; i++)
         if (rows[i].position + 1 > longest) longest = rows[i].position + 1;
     Step s = {.model = model, .rows = rows, .cos = cos, .sin = sin, .last = last};
@@ -143,21 +232,13 @@ int semantic_step(const Model *model, const Row *rows, int num_rows, const float
     s.single = s.tiles + 2 * n, s.place = s.single + n;
     find_tiles(&s);
     int pieces = (int)((longest + KEYS - 1) / KEYS);
-    int wanted = (int)(8 * num_threads) / ((s.num_single + s.num_tiles) * m->kv_heads);
+    int wanted = (int)(8 * num_threads) / ((s.num_single + s.num_tiles) * model->kv_heads);
     s.num_shares = wanted < 1 ? 1 : wanted < pieces ? wanted : pieces;
-    s.scratch_size = attention_scratch(m);
-    s.normed = allocate(n * m->hidden * sizeof(float));
-    s.inputs = allocate(n * stride * sizeof(float));
-    s.attended = allocate(n * width * sizeof(float));
-    s.inner = allocate(n * m->inner * sizeof(float));
-    s.parts = allocate(s.num_single * part_size(m) * m->heads * s.num_shares * sizeof(float));
-    s.prepared = allocate(n * widest_prepared(m));
-    s.scratch = allocate(num_threads * s.scratch_size * sizeof(float));
-    int failed = !(s.normed && s.inputs && s.attended && s.inner && s.parts && s.prepared);
-    failed |= !s.scratch;
+    s.scratch_size = attention_scratch(model);
+    int failed = allocate_all(&s, num_threads, buffers);
     if (!failed) run_job(step_job, &s, threads);
-    release(s.normed), release(s.inputs), release(s.attended), release(s.inner), release(s.parts);
-    release(s.prepared), release(s.scratch), release(s.tiles);
+    for (int i = 0; i < NUM_BUFFERS; i++) release(buffers[i]);
+    release(s.tiles);
     return failed;
 }
 

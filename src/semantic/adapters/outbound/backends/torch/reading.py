@@ -1,0 +1,185 @@
+"""Reads models with grouped weights from their files into transformers models.
+
+The weights stay grouped, or are expanded if the model runs in full numbers. Linears and embeddings
+of the transformers model are replaced by grouped ones.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from semantic.adapters.outbound.backends.torch.experts import (
+    Experts,
+    clamped_gate,
+    expert_sizes,
+    is_stacked,
+    write_stacked,
+)
+from semantic.adapters.outbound.backends.torch.grouped import (
+    BITS,
+    GROUP,
+    GroupedEmbedding,
+    GroupedLinear,
+    GroupedWeight,
+)
+from semantic.domain.errors import InvalidRequestError
+
+_Tensors = dict[str, torch.Tensor]
+
+
+def is_grouped(config: Mapping[str, Any]) -> bool:
+    """Whether a model's config declares grouped weights."""
+    return isinstance(config.get("quantization"), Mapping)
+
+
+def load_grouped(directory: Path, dtype: torch.dtype, attention: str, *, is_kept: bool) -> Any:
+    """Load a model with grouped weights; keep them grouped or expand them.
+
+    Raises:
+        InvalidRequestError: they do not have 4 or 8 bits, or do not match the model.
+    """
+    model = empty_model(directory, dtype, attention)
+    tensors = dict(read_tensors(directory))
+    for name, module in list(model.named_modules()):
+        if is_stacked(module) and _experts_in_file(name, tensors) is not None:
+            _load_experts(model, name, tensors, is_kept=is_kept)
+        elif f"{name}.scales" in tensors:
+            [weight] = take_weights(tensors, name, module.weight.shape[1])
+            if is_kept and isinstance(module, nn.Linear | nn.Embedding):
+                model.set_submodule(name, _kept(weight, module, tensors.pop(f"{name}.bias", None)))
+            else:
+                expanded = weight.expanded().to(dtype)
+                module.weight = nn.Parameter(expanded, requires_grad=False)
+                tensors[f"{name}.weight"] = module.weight
+    load_rest(model, tensors)
+    return model
+
+
+def empty_model(directory: Path, dtype: torch.dtype, attention: str) -> Any:
+    """Create the transformers model with uninitialised weights, which take no memory yet."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # written by mlx-lm; transformers does not support it
+    with no_init_weights():
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+
+
+def take_weights(tensors: _Tensors, name: str, num_columns: int) -> list[GroupedWeight]:
+    """Remove a linear's weight from `tensors` and return it, or one per expert.
+
+    Raises:
+        InvalidRequestError: the quantisation is not supported.
+    """
+    packed, scales = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.scales")
+    biases = tensors.pop(f"{name}.biases", None)
+    bits, group = packed.shape[-1] * 32 // num_columns, num_columns // scales.shape[-1]
+    is_mxfp4 = scales.dtype == torch.uint8 and (bits, group) == (4, GROUP)
+    is_known = is_mxfp4 if biases is None else bits in BITS
+    if not is_known or num_columns % (scales.shape[-1] * GROUP):
+        raise InvalidRequestError(
+            f"the weights of {name} are quantised in a way that the torch backend does not read "
+            f"({bits} bits); use --backend mlx",
+            param="model",
+        )
+    if packed.ndim == 2:
+        return [GroupedWeight(packed, scales, biases, num_columns)]
+    each = biases if biases is not None else [None] * len(packed)
+    return [
+        GroupedWeight(*arrays, num_columns) for arrays in zip(packed, scales, each, strict=True)
+    ]
+
+
+def _load_experts(model: nn.Module, name: str, tensors: _Tensors, *, is_kept: bool) -> None:
+    """Load a layer's experts in mlx-lm's format: gate, up and down with a row per output."""
+    module: Any = model.get_submodule(name)
+    source = _experts_in_file(name, tensors)
+    hidden, inner = expert_sizes(module)
+    names = [f"{source}.{part}_proj" for part in ("gate", "up", "down")]
+    dtype = module.down_proj.dtype
+    has_biases = f"{names[0]}.bias" in tensors
+    biases = [tensors.pop(f"{part}.bias").to(dtype) for part in names] if has_biases else None
+    columns = zip(names, (hidden, hidden, inner), strict=True)
+    matrices = [_expert_matrices(tensors, part, num_columns) for part, num_columns in columns]
+    if is_kept and all(isinstance(first, GroupedWeight) for first, *_ in matrices):
+        gates, ups, downs = (
+            [
+                GroupedLinear(weight, None if biases is None else biases[part][expert])
+                for expert, weight in enumerate(weights)
+            ]
+            for part, weights in enumerate(matrices)
+        )
+        model.set_submodule(name, Experts(gates, ups, downs, clamped_gate(module)))
+        return
+    full = [[_expanded(matrix) for matrix in part] for part in matrices]
+    tensors |= {
+        f"{name}.{part}": getattr(module, part) for part in write_stacked(module, full, biases)
+    }
+
+
+def _experts_in_file(name: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Return what a file calls a layer's experts; None if it has none of that name."""
+    names = (name, name.removesuffix("experts") + "switch_mlp")
+    return next((given for given in names if f"{given}.gate_proj.weight" in tensors), None)
+
+
+def _expert_matrices(tensors: _Tensors, name: str, num_columns: int) -> Sequence[Any]:
+    """Return each expert's matrix, grouped or full."""
+    if f"{name}.scales" in tensors:
+        return take_weights(tensors, name, num_columns)
+    return list(tensors.pop(f"{name}.weight"))
+
+
+def _expanded(matrix: GroupedWeight | torch.Tensor) -> torch.Tensor:
+    return matrix.expanded() if isinstance(matrix, GroupedWeight) else matrix
+
+
+def _kept(
+    weight: GroupedWeight, module: nn.Linear | nn.Embedding, bias: torch.Tensor | None
+) -> nn.Module:
+    if isinstance(module, nn.Embedding):
+        scale = getattr(module, "embed_scale", None)
+        return GroupedEmbedding(weight, module.weight.dtype, scale)
+    return GroupedLinear(weight, None if bias is None else bias.to(module.weight.dtype))
+
+
+def load_rest(
+    model: Any, tensors: Mapping[str, torch.Tensor], *, is_assigned: bool = False
+) -> None:
+    """Load all weights that are not grouped, and tie the head to the embedding if the model does.
+
+    Args:
+        model: The model to load into.
+        tensors: By name.
+        is_assigned: Assign the tensors as parameters instead of copying them.
+
+    Raises:
+        InvalidRequestError: they do not match the model.
+    """
+    result = model.load_state_dict(tensors, strict=False, assign=is_assigned)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    missing = set(result.missing_keys)
+    if model.config.tie_word_embeddings:
+        missing.discard("lm_head.weight")
+        if isinstance(embedding, GroupedEmbedding):
+            model.set_output_embeddings(GroupedLinear(embedding.grouped, head.bias))
+        else:
+            model.tie_weights()
+    if wrong := sorted(missing | set(result.unexpected_keys)):
+        raise InvalidRequestError(
+            f"the model's weights and its config.json do not fit: {wrong[0]}", param="model"
+        )
+
+
+def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all tensors of a model's files; their data is read on access."""
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                yield name, file.get_tensor(name)
