@@ -72,21 +72,30 @@ UNTRACED = tests/smoke tests/e2e tests/attack tests/page tests/cluster tests/cli
 	tests/contract/test_memory_contract.py tests/contract/test_shards.py \
 	$(patsubst %,tests/integration/test_%.py,guides openapi http_concurrency) \
 	$(shell find tests -name '*_machine.py' -o -name 'test_*starter*.py')
-SHARED := --numprocesses=$(JOBS) --dist=worksteal
+SHARED := --numprocesses=$(JOBS) --dist=worksteal --durations=10 --durations-min=10
+FAST := -m 'not slow'
 COVERAGE ?=
 
-.PHONY: test
-test: $(VENV)/.dev ## run all tests in JOBS (2) processes; some: make test ARGS="-k fork"
-ifeq ($(COVERAGE),)
-	@echo "==> running $(if $(ARGS),some,all) tests in $(JOBS) processes$(if $(ARGS),,; two cores take 15 to 25 minutes)"
-	@$(PYTEST) $(SHARED) $(ARGS)
+.PHONY: test test-slow
+test: $(VENV)/.dev ## run the tests, without the slow ones, in JOBS (2) processes; some: make test ARGS="-k fork"
+ifneq ($(ARGS),)
+	@echo "==> running the tests of: $(ARGS)"
 else
-	@echo "==> running the tests that measure coverage in $(JOBS) processes"
-	@rm -f .coverage .coverage.*
-	@$(BIN)/coverage run -m pytest $(SHARED) $(foreach path,$(UNTRACED),--ignore=$(path)) $(ARGS)
-	@echo "==> running the other tests in $(JOBS) processes"
-	@$(PYTEST) $(SHARED) $(UNTRACED) $(ARGS)
+	@echo "==> running all but the slow tests in $(JOBS) processes; two cores take up to 15 minutes" \
+		"(make test-slow runs the slow ones)"
 endif
+ifeq ($(COVERAGE),)
+	@$(PYTEST) $(SHARED) $(FAST) $(ARGS)
+else
+	@echo "==> first those that measure coverage"
+	@rm -f .coverage .coverage.*
+	@$(BIN)/coverage run -m pytest $(SHARED) $(FAST) $(foreach path,$(UNTRACED),--ignore=$(path)) $(ARGS)
+	@echo "==> then the others"
+	@$(PYTEST) $(SHARED) $(FAST) $(UNTRACED) $(ARGS)
+endif
+test-slow: $(VENV)/.dev ## run the slow tests, each of which takes more than 20 seconds
+	@echo "==> running the slow tests in $(JOBS) processes; two cores take up to 10 minutes"
+	@$(PYTEST) $(SHARED) -m slow $(ARGS)
 
 .PHONY: coverage
 coverage: $(VENV)/.dev ## check what `make test COVERAGE=1` measured
@@ -209,6 +218,7 @@ docs-check: $(VENV)/.dev ## build the documentation into site/; broken links are
 .PHONY: check
 check: lint typecheck docs-check ## everything CI runs: format, lint, types, docs, tests, coverage
 	@$(MAKE) --no-print-directory test COVERAGE=1
+	@$(MAKE) --no-print-directory test-slow
 	@$(MAKE) --no-print-directory coverage
 
 # Tools that look at the code and its dependencies have dependencies of their own.

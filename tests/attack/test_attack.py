@@ -45,6 +45,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
     right.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(campaign.KINDS))
 def test_every_promise_holds(kind: str, truth: Truth, tmp_path: Path) -> None:
     attack = campaign.KINDS[kind](tmp_path / kind, truth)

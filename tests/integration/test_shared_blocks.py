@@ -349,6 +349,7 @@ def test_a_dead_part_that_is_sealed_again_lives(
     assert SharedParts(ledger).follow(ROOT, part.tokens) == [replace(part, last_used=0.0)]
 
 
+@pytest.mark.slow
 def test_a_real_models_state_goes_on_at_a_second_server_as_if_computed_there(
     tiny_starter_dir: Path, postgres_server: str, tmp_path: Path
 ) -> None:
