@@ -34,18 +34,18 @@ def make_full_pool(num_blocks: int) -> BlockPool:
     keys = make_keys(0, num_blocks)
     pool.put(dict.fromkeys(keys, BLOCK_BYTES))
     for key in keys[1::2]:
-        pool.hold(key)
+        pool.acquire(key)
     return pool
 
 
 def allocation_ms(pool: BlockPool, keys: list[PartKey]) -> list[float]:
-    """Milliseconds to put, hold and let go each block; each evicts exactly one."""
+    """Milliseconds to put, acquire and release each block; each evicts exactly one."""
     times = []
     for key in keys:
         started = time.perf_counter_ns()
         evicted = pool.put({key: BLOCK_BYTES})
-        pool.hold(key)
-        pool.let_go(key)
+        pool.acquire(key)
+        pool.release(key)
         times.append((time.perf_counter_ns() - started) / 1e6)
         assert len(evicted) == 1
     return times

@@ -81,7 +81,7 @@ def test_ready_pressed_and_drained(tmp_path: Path) -> None:
         store.reserve(taken)
         assert (told(http), statuses(http)) == (("ready", "degraded"), probed(200, 200, 200))
         assert http.get("/health").json()["pressure"] >= 0.95
-        store.release(taken)
+        store.unreserve(taken)
         with talking(http):
             drained = http.post("/admin/drain").json()
             assert drained == {"status": "draining", "live_requests": 1}

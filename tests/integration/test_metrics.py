@@ -105,7 +105,7 @@ def crowd(running: RunningServer, http: httpx.Client) -> None:
         assert together(partial(ask_much, http, number)) == [200, 200, 200]
         if running.server.metrics.counts.engine.preemptions:
             break
-    store.release(taken)
+    store.unreserve(taken)
 
 
 def await_agent(running: RunningServer, seen: Seen, tier: str) -> None:

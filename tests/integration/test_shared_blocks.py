@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from semantic.adapters.outbound.backends.fake import fake_spec
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.application.cache.restore_plan import WantedPart
+from semantic.application.cache.restore_plan import RestorePlan, WantedPart, worth_reading
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.cluster.application.object_tier import ObjectTier
@@ -104,14 +104,18 @@ class Machine:
 
     def recall(self, tokens: list[int]) -> list[bytes]:
         """What can be restored of a prompt, from wherever it is."""
-        self.store.loader.learn(ROOT, pack_tokens(tokens), BLOCK)
+        self.store.learn(ROOT, tokens)
         plan = self.store.plan(ROOT, tokens)
-        held = [self.store.loader.hold(wanted) for wanted in plan.parts]
+        held = [self.store.tiers.acquire(wanted) for wanted in plan.parts]
         content = [bytes(part.future.result(60).buffers[0].data) for part in held if part]
         for part in held:
             assert part is not None
-            self.store.loader.let_go(part)
+            self.store.tiers.release(part)
         return content
+
+    def num_worth_reading(self, plan: RestorePlan, seconds_per_token: float) -> int:
+        costs = self.store.read_costs
+        return worth_reading(plan, ROOT, self.store.spec, costs, seconds_per_token).end
 
     def close(self) -> None:
         self.store.check_integrity()
@@ -207,7 +211,7 @@ def test_what_diverges_inside_of_a_block_is_found_too(start: Start, ledger: Post
     await_that(lambda: len(SharedParts(ledger).follow(ROOT, pack_tokens(range(16)))) == 2)
 
     other = [*range(BLOCK + 3), *range(100, 100 + 2 * BLOCK)]
-    two.store.loader.learn(ROOT, pack_tokens(other), BLOCK)
+    two.store.learn(ROOT, other)
     assert two.store.plan(ROOT, other).end == BLOCK + 3
     stranger = [50, *other]
     assert SharedParts(ledger).follow(ROOT, pack_tokens(stranger)) == []
@@ -232,14 +236,14 @@ def test_what_a_slow_link_would_bring_is_computed(start: Start, ledger: Postgres
     )
     two.recall([1000 + token for token in tokens])  # measures the link
 
-    two.store.loader.learn(ROOT, pack_tokens(tokens), BLOCK)
+    two.store.learn(ROOT, tokens)
     plan = two.store.plan(ROOT, tokens)
     assert plan.end == 2 * BLOCK
-    assert two.store.worth_reading(ROOT, plan, 10.0).end == 2 * BLOCK
-    assert two.store.worth_reading(ROOT, plan, 1e-6).end == 0
+    assert two.num_worth_reading(plan, 10.0) == 2 * BLOCK
+    assert two.num_worth_reading(plan, 1e-6) == 0
     # What is in memory stays in the plan, and only what is far away is computed.
     near = two.store.plan(ROOT, [1000 + token for token in tokens])
-    assert two.store.worth_reading(ROOT, near, 1e-6).end == 2 * BLOCK
+    assert two.num_worth_reading(near, 1e-6) == 2 * BLOCK
 
 
 def test_an_object_that_is_gone_or_bad_is_a_miss_and_is_written_again(
@@ -252,14 +256,14 @@ def test_an_object_that_is_gone_or_bad_is_a_miss_and_is_written_again(
     one.seal(tokens)
     await_that(lambda: index.revive(part.key))
     objects.delete(part.key)
-    two.store.loader.learn(ROOT, part.tokens, BLOCK)
+    two.store.learn(ROOT, tokens)
     (wanted,) = two.store.plan(ROOT, tokens).parts
     assert wanted == WantedPart(wanted.node, LayerKind.FULL)
-    held = two.store.loader.hold(wanted)
+    held = two.store.tiers.acquire(wanted)
     assert held is not None
     with pytest.raises(CacheCorruptionError):
         held.future.result(60)
-    two.store.loader.let_go(held)
+    two.store.tiers.release(held)
     assert two.store.plan(ROOT, tokens).end == 0
     assert index.revive(part.key) is False
     # When the collector has come by, whoever computed it brings it again.

@@ -24,7 +24,7 @@ def make_talk(name: str, home: Path, *, is_salted: bool = False) -> Talk:
             # What is still to be read when somebody asks may be computed instead.
             cache = running.server.memory.cache
             cache.upkeep.warm_up()
-            await_that(lambda: not cache.store.loader.num_bytes)
+            await_that(lambda: not cache.store.tiers.reading_bytes)
             yield f"{running.url}/v1"
 
     system = System(name, start, is_salted=is_salted)

@@ -107,8 +107,8 @@ class BlockPool:
             self._touch(used)
             return evicted
 
-    def hold(self, key: PartKey) -> None:
-        """Protect a part from eviction until `let_go` was called as often as `hold`.
+    def acquire(self, key: PartKey) -> None:
+        """Protect a part from eviction until `release` was called as often as `acquire`.
 
         Raises:
             ValueError: the part is absent.
@@ -123,8 +123,8 @@ class BlockPool:
                 self._held_bytes += entry.nbytes
             entry.num_holds += 1
 
-    def let_go(self, key: PartKey) -> None:
-        """Undo one `hold`.
+    def release(self, key: PartKey) -> None:
+        """Undo one `acquire`.
 
         Raises:
             ValueError: the part is not held.
@@ -173,7 +173,7 @@ class BlockPool:
             self._working_bytes += nbytes
             return evicted
 
-    def release(self, nbytes: int) -> None:
+    def unreserve(self, nbytes: int) -> None:
         """Subtract `nbytes` from the working bytes.
 
         Raises:
@@ -181,7 +181,7 @@ class BlockPool:
         """
         with self._lock:
             if not 0 <= nbytes <= self._working_bytes:
-                raise ValueError(f"cannot release {nbytes} of {self._working_bytes} bytes")
+                raise ValueError(f"cannot unreserve {nbytes} of {self._working_bytes} bytes")
             self._working_bytes -= nbytes
 
     def resize(self, budget_bytes: int) -> list[PartKey]:

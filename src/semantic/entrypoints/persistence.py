@@ -32,7 +32,7 @@ from semantic.application.engine.speculative import drafts as draft_memory
 from semantic.application.prompt.replay import LedgerReplayStore
 from semantic.application.settings import EngineLimits
 from semantic.domain.agents import Pointer
-from semantic.domain.blocks import BlockName, BlockNamespace, BlockOrigin, pack_tokens
+from semantic.domain.blocks import BlockName, BlockNamespace, BlockOrigin
 from semantic.domain.errors import (
     CachePersistenceError,
     DrainingError,
@@ -161,8 +161,7 @@ class AgentMemory:
         return self._learn if self._shared_blocks is not None else None
 
     def _learn(self, root: BlockName, tokens: Sequence[int]) -> None:
-        store = self.cache.store
-        store.loader.learn(root, pack_tokens(tokens), store.spec.block_tokens)
+        self.cache.store.learn(root, tokens)
 
     def origins(self) -> Sequence[BlockOrigin]:
         """The models and formats that wrote the stored blocks, those with the most files first."""

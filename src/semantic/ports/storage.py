@@ -401,8 +401,8 @@ class SharedBlocksPort(Protocol):
     def problem(self) -> str:
         """Why the latest upload failed; empty if it succeeded."""
 
-    def is_read_in(self, nbytes: int, seconds: float) -> bool:
-        """Whether reading `nbytes` is estimated to take at most `seconds`."""
+    def seconds_to_read(self, nbytes: int) -> float:
+        """Estimate how long reading `nbytes` takes; 0 before the first read."""
 
     def offer(self, part: BlockPart, on_end: Callable[[BlockPart], None]) -> None:
         """Queue the upload of a part from its file; `on_end` is called after a successful upload.

@@ -135,9 +135,9 @@ class MemoryFiles:
 
 def fetch(store: AgentCacheStore, wanted: WantedPart) -> Future[KVPayload]:
     """Read a part into memory, where there is room for it."""
-    held = store.loader.hold(wanted)
+    held = store.tiers.acquire(wanted)
     assert held is not None
-    held.future.add_done_callback(lambda _: store.loader.let_go(held))
+    held.future.add_done_callback(lambda _: store.tiers.release(held))
     return held.future
 
 
@@ -253,7 +253,7 @@ class MemoryRig:
 
     def settle(self) -> None:
         """Wait until nothing is read any more, and all that came of it is written."""
-        await_that(lambda: not self.store.loader.is_busy)
+        await_that(lambda: not self.store.tiers.is_reading)
         self.flush()
 
     def close(self) -> None:
@@ -314,7 +314,7 @@ class MemoryRig:
     def _load(self, plan: RestorePlan) -> list[KVPayload] | None:
         """Load the parts of a plan as an engine does; None if one was bad and is gone now."""
         loader, news = Loader(self.spec), threading.Event()
-        restore = Restore(SequenceId(0), plan, self.store.loader, on_ready=news.set)
+        restore = Restore(SequenceId(0), plan, self.store.tiers, on_ready=news.set)
         try:
             while not restore.advance(loader, 1):
                 if restore.is_ready:

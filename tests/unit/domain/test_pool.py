@@ -87,12 +87,12 @@ def test_what_is_refused_says_why_and_changes_nothing(pool: BlockPool) -> None:
         pool.put({NEW: 36}, chain=[A])
     assert refused.value.retry_after_s == 1.0
     mistakes: list[tuple[Callable[[], object], str]] = [
-        (lambda: pool.hold(ABSENT), "is not in the pool"),
-        (lambda: pool.let_go(ABSENT), "is not held"),
-        (lambda: pool.let_go(A), "is not held"),
+        (lambda: pool.acquire(ABSENT), "is not in the pool"),
+        (lambda: pool.release(ABSENT), "is not held"),
+        (lambda: pool.release(A), "is not held"),
         (lambda: pool.reserve(-1), "nbytes must not be negative, got -1"),
-        (lambda: pool.release(56), "cannot release 56 of 55 bytes"),
-        (lambda: pool.release(-1), "cannot release -1 of 55 bytes"),
+        (lambda: pool.unreserve(56), "cannot unreserve 56 of 55 bytes"),
+        (lambda: pool.unreserve(-1), "cannot unreserve -1 of 55 bytes"),
     ]
     for mistake, said in mistakes:
         with pytest.raises(ValueError, match=said):
@@ -130,7 +130,7 @@ def add(counter: str, amount: int) -> Callable[[BlockPool], None]:
 def test_the_integrity_check_can_fail(corrupt: Callable[[BlockPool], None], said: str) -> None:
     pool = BlockPool(SPEC, 100)
     put_each(pool, A, B)
-    pool.hold(A)
+    pool.acquire(A)
     pool.check_integrity()
     corrupt(pool)
     with pytest.raises(AssertionError, match=said):
@@ -163,7 +163,7 @@ def hammer(pool: BlockPool, worker: int, start: threading.Barrier) -> int:
         for one in (shared if step % 2 else own)[:length]:
             num_evicted += len(pool.put({one: 10}, chain=held))
             try:
-                pool.hold(one)
+                pool.acquire(one)
             except ValueError:
                 continue  # another made it go since
             held.append(one)
@@ -173,9 +173,9 @@ def hammer(pool: BlockPool, worker: int, start: threading.Barrier) -> int:
         assert usage.used + usage.available == usage.total
         assert min(usage.held, usage.idle, usage.working, usage.available) >= 0
         pool.touch(own)
-        pool.release(length)
+        pool.unreserve(length)
         for one in held:
-            pool.let_go(one)
+            pool.release(one)
         num_evicted += len(pool.discard(own[: step % 3]))
     return num_evicted
 

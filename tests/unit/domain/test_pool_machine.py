@@ -105,7 +105,7 @@ class PoolModel:
         self.working += nbytes
         return evicted
 
-    def release(self, nbytes: int) -> None:
+    def unreserve(self, nbytes: int) -> None:
         if nbytes < 0 or nbytes > self.working:
             raise ValueError("not reserved")
         self.working -= nbytes
@@ -134,20 +134,20 @@ class PoolMachine(RuleBasedStateMachine):
         assert outcome(lambda: self.pool.put(parts, chain)) == expected
 
     @rule(key=keys)
-    def hold(self, key: PartKey) -> None:
+    def acquire(self, key: PartKey) -> None:
         expected = outcome(lambda: self.model.count(key, by=1))
-        assert outcome(lambda: self.pool.hold(key)) == expected
+        assert outcome(lambda: self.pool.acquire(key)) == expected
 
     @rule(key=keys)
-    def let_go(self, key: PartKey) -> None:
+    def release(self, key: PartKey) -> None:
         expected = outcome(lambda: self.model.count(key, by=-1))
-        assert outcome(lambda: self.pool.let_go(key)) == expected
+        assert outcome(lambda: self.pool.release(key)) == expected
 
     @precondition(lambda self: any(self.model.holds.values()))
     @rule(data=st.data())
-    def let_go_of_held(self, data: st.DataObject) -> None:
+    def release_held(self, data: st.DataObject) -> None:
         held = [key for key, count in self.model.holds.items() if count]
-        self.let_go(data.draw(st.sampled_from(held)))
+        self.release(data.draw(st.sampled_from(held)))
 
     @rule(used=key_lists)
     def touch(self, used: list[PartKey]) -> None:
@@ -169,9 +169,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert outcome(lambda: self.pool.reserve(nbytes)) == expected
 
     @rule(nbytes=amounts)
-    def release(self, nbytes: int) -> None:
-        expected = outcome(lambda: self.model.release(nbytes))
-        assert outcome(lambda: self.pool.release(nbytes)) == expected
+    def unreserve(self, nbytes: int) -> None:
+        expected = outcome(lambda: self.model.unreserve(nbytes))
+        assert outcome(lambda: self.pool.unreserve(nbytes)) == expected
 
     @invariant()
     def counts_agree(self) -> None:

@@ -11,9 +11,10 @@ from semantic.application.agents.feed import AgentAction, AgentChanged, EventFee
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.turns import RunningTurn, TurnWatch
 from semantic.application.agents.upkeep import Upkeep
-from semantic.application.cache.index import BlockNode, BlockPage
+from semantic.application.cache.index import BlockNode
 from semantic.application.cache.restore_plan import tier_of
 from semantic.application.cache.store import AgentCacheStore
+from semantic.application.cache.watch import BlockPage
 from semantic.application.cache.writer import DiskTier
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.domain.agents import Agent, Principal, Tier, Turn

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
 from semantic.application.agents.ledger import AgentLedger
+from semantic.application.cache.collector import BlockCollector
 from semantic.application.cache.formats import StoredFormats
 from semantic.application.cache.restore_plan import WantedPart, state_of
 from semantic.application.cache.store import AgentCacheStore
@@ -67,6 +68,7 @@ class Upkeep:
         now: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
+        self._collector = BlockCollector(store, now)
         self._agents = agents
         self._ledger = ledger
         self._disk = disk
@@ -140,10 +142,10 @@ class Upkeep:
             return 0
         if is_cold and self._disk is not None:
             self._disk.flush(timeout_s=30)  # a part that is being written would reappear
-        return self._store.evict(
+        return self._collector.evict(
             pointer,
             lambda: self._agents.tokens(agent),
-            spared=self._store.reachable(self._ledger_pointers(but=agent)),
+            spared=self._collector.reachable(self._ledger_pointers(but=agent)),
             is_cold=is_cold,
         )
 
@@ -156,7 +158,7 @@ class Upkeep:
         if not pinned and not self._has_pins:
             return
         pointers = [pointer for pointer in self._each("pinning", pinned, self._pointer) if pointer]
-        self._store.pin(pointers)
+        self._collector.pin(pointers)
         self._has_pins = bool(pinned)
 
     # -- garbage collection ---------------------------------------------------------------------
@@ -177,8 +179,8 @@ class Upkeep:
         if self._disk is not None:
             self._disk.flush(timeout_s=30)  # so that committed turns count as reachable
         self._forget_unreachable(before)
-        reachable = self._store.reachable(self._ledger.pointers()) | self._partly_reachable()
-        freed = self._store.drop_orphans(reachable, unused_since=before)
+        reachable = self._collector.reachable(self._ledger.pointers()) | self._partly_reachable()
+        freed = self._collector.drop_orphans(reachable, unused_since=before)
         if self._files is not None:
             freed += self._files.empty_quarantine(before=before)
         return freed + self._drop_boundaries(before)
@@ -188,7 +190,7 @@ class Upkeep:
 
         Only one server at a time deletes shared parts.
         """
-        freed = self._store.drop_orphans((), unused_since=before)
+        freed = self._collector.drop_orphans((), unused_since=before)
         if self._files is not None:
             freed += self._files.empty_quarantine(before=before)
         self._forget_unreachable(before)
@@ -328,7 +330,7 @@ class Upkeep:
 
         turns = self._each("reading turns", self._agents.recent(), latest)
         ends = (end for ends in turns for end in ends or ())
-        return self._store.drop_old_boundaries(ends, unused_since=unused_since)
+        return self._collector.drop_old_boundaries(ends, unused_since=unused_since)
 
     def _back_up(self) -> None:
         self._ledger.back_up()
@@ -346,7 +348,7 @@ class Upkeep:
             pointer = self._pointer(agent)
             if pointer is None or self._store.get(pointer.block) is not None:
                 return []
-            nodes = self._store.lineage(pointer, lambda: self._agents.tokens(agent))
+            nodes = self._collector.lineage(pointer, lambda: self._agents.tokens(agent))
             return [node.name for node in nodes]
 
         found = self._each("finding the blocks", self._agents.recent(), names)

@@ -1,8 +1,8 @@
-"""Eviction rules, side by side. Pure functions over the index; the store acts on their results.
+"""Eviction rules, side by side: functions over the index that choose blocks.
 
 memory      idle parts, least recently used first; `domain/pool.py` keeps that order
-disk        `disk_victims`: when a budget is full
-tails       `superseded_tails`: when a longer block begins with the tokens of a turn's last block
+disk        `evict_files`: when a budget is full
+tails       `BlockIndex.superseded_tails`: when a longer block begins with a turn's last tokens
 boundaries  `old_boundaries`: window and state parts at positions that no agent will resume from
 orphans     `orphans`: blocks that no agent reaches, after a period without use
 """
@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 
 from semantic.application.cache.index import BlockIndex, BlockNode
 from semantic.application.cache.restore_plan import needed_windows
-from semantic.domain.blocks import BlockName
-from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.domain.blocks import BlockName, BlockPart
+from semantic.domain.spec import ModelCacheSpec
 
 GRACE_S = 60.0  # a turn that has just ended may not be in the ledger yet
 
@@ -54,19 +54,35 @@ def disk_victims(
     return list(victims.values())
 
 
-def superseded_tails(index: BlockIndex, node: BlockNode) -> list[BlockNode]:
-    """Return the tails that `node` replaces, except those with readers.
+def evict_files(
+    index: BlockIndex,
+    nbytes: int,
+    incoming: BlockPart,
+    *,
+    root: BlockName | None = None,
+    slack: int = 0,
+) -> list[BlockPart]:
+    """Remove at least `nbytes` of files from the index, or none; returns them for deletion.
 
-    A tail is a short block in which a turn ended; `node` begins with its tokens. A tail's file
-    stays until `node` has a file too, because writing that file may fail.
+    Args:
+        index: All nodes, least recently used first.
+        nbytes: Bytes to free.
+        incoming: The part that needs the room; the blocks before it in its chain are spared.
+        root: Evict nodes of this root only; None means all roots.
+        slack: Further bytes to free if possible.
     """
-    return [
-        tail
-        for tail in index.prefixes_of(node)
-        if tail.has(LayerKind.FULL)
-        and not tail.num_leases
-        and (LayerKind.FULL in node.files or LayerKind.FULL not in tail.files)
-    ]
+    if nbytes <= 0:
+        return []
+    spared = {node.name for node in index.chain(incoming.parent)}
+    nodes = disk_victims(index, nbytes + slack, spared=spared, root=root)
+    if sum(node.disk_bytes for node in nodes) < nbytes:
+        return []
+    victims = [file for node in nodes for file in node.files.values()]
+    for node in nodes:
+        for kind in tuple(node.files):
+            index.pop_file(node, kind)
+        index.prune(node)
+    return victims
 
 
 def resumable_blocks(

@@ -6,11 +6,10 @@ holds token ids, names and positions; it reads no files and enforces no budget. 
 owner holds the lock.
 """
 
-import threading
 import time
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -169,8 +168,7 @@ class BlockIndex:
     """All known blocks, found by name, by parent or by tokens.
 
     Attributes:
-        version: Grows when a node, file or payload is added or removed. Code that adds or removes
-            payloads increments it.
+        version: Grows when a node, file or payload is added or removed.
     """
 
     def __init__(self) -> None:
@@ -234,6 +232,18 @@ class BlockIndex:
         """Whether a part is on disk."""
         node = self._nodes.get(key[0])
         return node is not None and key[1] in node.files
+
+    def put_payloads(self, node: BlockNode, payloads: Mapping[LayerKind, KVPayload]) -> None:
+        """Record that parts of a node are in memory."""
+        node.payloads.update(payloads)
+        self.version += len(payloads)
+        self.note_change(node.name)
+
+    def pop_payload(self, node: BlockNode, kind: LayerKind) -> None:
+        """Remove a node's part in memory."""
+        del node.payloads[kind]
+        self.version += 1
+        self.note_change(node.name)
 
     def put_file(self, node: BlockNode, part: BlockPart) -> None:
         """Record that a part of a node is on disk."""
@@ -333,6 +343,20 @@ class BlockIndex:
                 return siblings.by_tokens[tokens]
         return None
 
+    def superseded_tails(self, node: BlockNode) -> list[BlockNode]:
+        """Return the tails that `node` replaces, except those with readers.
+
+        A tail is a short block in which a turn ended; `node` begins with its tokens. A tail's file
+        stays until `node` has a file too, because writing that file may fail.
+        """
+        return [
+            tail
+            for tail in self.prefixes_of(node)
+            if tail.has(LayerKind.FULL)
+            and not tail.num_leases
+            and (LayerKind.FULL in node.files or LayerKind.FULL not in tail.files)
+        ]
+
     def has_followers(self, node: BlockNode) -> bool:
         """Whether the index knows a block that follows this one."""
         return node.name in self._followers
@@ -387,56 +411,3 @@ class BlockIndex:
                     end, last = node.end, node
         nodes = self.chain(last.name) if last is not None else ()
         return Match(tuple(nodes), end, tuple(b for b in boundaries if b.end <= end))
-
-
-@dataclass(frozen=True, slots=True)
-class BlockPage:
-    """A list of blocks: one page of all blocks, or the changes since a mark.
-
-    Attributes:
-        mark: Pass it to `BlockWatch.changes` to list later changes.
-        num_blocks: Number of all known blocks.
-        gone: Blocks that were removed.
-        cursor: Pass it to `BlockWatch.page` for the next page; None on the last one.
-        is_stale: The changes are too many or no longer recorded: read all pages again.
-    """
-
-    mark: int
-    num_blocks: int
-    blocks: tuple[BlockNode, ...] = ()
-    gone: tuple[BlockName, ...] = ()
-    cursor: str | None = None
-    is_stale: bool = False
-
-
-class BlockWatch:
-    """Lists blocks for the web page's map: page by page, then changes only.
-
-    Read-only. It holds the lock only to look up names, so that a map of 50,000 blocks does not
-    delay the engine; the locations of a block's parts are read without the lock. Thread-safe.
-    """
-
-    def __init__(self, index: BlockIndex, lock: threading.RLock) -> None:
-        self._index = index
-        self._lock = lock
-
-    def page(self, after: str, limit: int) -> BlockPage:
-        """List blocks in the order of their names, after the cursor `after`."""
-        with self._lock:
-            mark, nodes = self._index.mark, list(self._index)
-        rest = [node for node in nodes if node.name.hex() > after] if after else nodes
-        rest.sort(key=lambda node: node.name)
-        shown = rest[:limit]
-        cursor = shown[-1].name.hex() if len(rest) > len(shown) else None
-        return BlockPage(mark, len(nodes), tuple(shown), cursor=cursor)
-
-    def changes(self, since: int, limit: int) -> BlockPage:
-        """List blocks added, changed or removed since a mark; stale if over `limit`."""
-        with self._lock:
-            mark, num_blocks = self._index.mark, len(self._index)
-            names = self._index.changed_since(since)
-            if names is None or len(names) > limit:
-                return BlockPage(mark, num_blocks, is_stale=True)
-            nodes = [self._index.get(name) for name in names]
-        gone = tuple(name for name, node in zip(names, nodes, strict=True) if node is None)
-        return BlockPage(mark, num_blocks, tuple(filter(None, nodes)), gone)

@@ -2,18 +2,27 @@
 
 Full-attention layers can resume at any token. Window layers need the tokens before that position,
 and recurrent layers need a state taken exactly there. Where these are missing, the plan falls back
-to the last position that has them.
+to the last position that has them. Parts that take longer to read than to compute are left out.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from semantic.application.cache.index import BlockNode, Match
 from semantic.domain.agents import Tier
 from semantic.domain.blocks import BlockName, BlockPart, PartKey
 from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.ports.backend import KVPayload
 from semantic.ports.inbound import StateView
+
+_MEMORY = 0.9  # weight of earlier measurements at each new one
+_HALF_LIFE_S = 60.0  # without new measurements, the estimated read time halves in this time
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +44,22 @@ class WantedPart:
     def far_part(self) -> BlockPart | None:
         """Return the part to read from the object store; None if it is in memory or on disk."""
         return None if self.near_part() else self.node.unread(self.kind)
+
+
+@dataclass(slots=True, eq=False)
+class HeldPart:
+    """A part that stays in memory, or is being read into it, until `BlockTiers.release`.
+
+    Attributes:
+        nbytes: Upper bound of the memory it takes.
+        future: Its payload; fails with `CacheCorruptionError` if the part cannot be read.
+        is_counted: Whether the pool holds it; False while it is being read or if reading failed.
+    """
+
+    wanted: WantedPart
+    nbytes: int = 0
+    future: Future[KVPayload] = field(default_factory=Future)
+    is_counted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,36 +110,116 @@ def plan_restore(
     return RestorePlan(tuple(parts), end, last.parent, last.start)
 
 
+class ReadCost:
+    """Estimates the duration of reads from earlier reads. Thread-safe."""
+
+    def __init__(
+        self, num_ignored: int = 0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Start without an estimate.
+
+        Args:
+            num_ignored: Number of first reads to ignore, because they also open connections.
+            clock: Returns seconds.
+        """
+        self._lock = threading.Lock()
+        self._num_ignored = num_ignored
+        self._clock = clock
+        self._num_reading = 0
+        self._seconds = 0.0
+        self._bytes = 0.0
+        self._measured_at = 0.0
+
+    @contextlib.contextmanager
+    def measured(self, nbytes: int) -> Iterator[None]:
+        """Measure a read; failed reads do not count."""
+        with self._lock:
+            self._num_reading += 1
+            num_reading = self._num_reading
+        started = self._clock()
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._num_reading -= 1
+            raise
+        ended = self._clock()
+        elapsed = ended - started
+        with self._lock:
+            num_reading = max(num_reading, self._num_reading)
+            self._num_reading -= 1
+            if self._num_ignored:
+                self._num_ignored -= 1
+                return
+            # Weighted by bytes: many small files must not make large ones look slow. Concurrent
+            # reads share the elapsed time.
+            self._seconds = self._seconds * _MEMORY + elapsed / num_reading
+            self._bytes = self._bytes * _MEMORY + nbytes
+            self._measured_at = ended
+
+    def seconds_to_read(self, nbytes: int) -> float:
+        """Estimate the duration of a read in seconds; 0 before the first measurement.
+
+        The estimate decays with its age. Otherwise a disk once found too slow would not be read,
+        hence not be measured, and never be tried again.
+        """
+        with self._lock:
+            age_s = self._clock() - self._measured_at
+            belief = math.exp2(-age_s / _HALF_LIFE_S)
+            return nbytes * self._seconds / max(self._bytes, 1) * belief
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCosts:
+    """Estimate the seconds to read a number of bytes from each tier; None without such a tier."""
+
+    disk: Callable[[int], float] | None
+    remote: Callable[[int], float] | None
+
+
 def worth_reading(
     plan: RestorePlan,
     root: BlockName,
     spec: ModelCacheSpec,
-    unread_part: Callable[[WantedPart], BlockPart | None],
-    is_read_in: Callable[[int, float], bool],
+    costs: ReadCosts,
     seconds_per_token: float,
     begun: Collection[PartKey] = (),
 ) -> RestorePlan:
-    """Remove from a plan the parts that take longer to read from a tier than to compute.
+    """Remove from a plan the parts that take longer to read than to compute.
+
+    Decides for the object store first, then for the disk.
 
     Args:
         plan: What can be restored.
         root: Root of the chain.
         spec: Says which kinds of layers must be restored.
-        unread_part: Returns what the tier must read for a part; None if another tier has it.
-        is_read_in: Whether the tier reads a number of bytes within a number of seconds.
-        seconds_per_token: Time to compute one token.
+        costs: How long reads take.
+        seconds_per_token: Time to compute one token; 0 if it is not known yet.
         begun: Parts that are already being read for this plan; their cost is not counted again.
     """
-    wanted = [w for w in plan.parts if w.key not in begun]
-    unread = [(w.node.start, part) for w in wanted if (part := unread_part(w)) is not None]
-    nbytes = sum(part.nbytes for _, part in unread)
-    first = min((start for start, _ in unread), default=plan.end)
-    if is_read_in(nbytes, (plan.end - first) * seconds_per_token):
+    if not seconds_per_token:
         return plan
+    for seconds_to_read, part_to_read in (
+        (costs.remote, WantedPart.far_part),
+        (costs.disk, WantedPart.near_part),
+    ):
+        if seconds_to_read is None:
+            continue
+        wanted = [w for w in plan.parts if w.key not in begun]
+        unread = [(w.node.start, part) for w in wanted if (part := part_to_read(w)) is not None]
+        nbytes = sum(part.nbytes for _, part in unread)
+        first = min((start for start, _ in unread), default=plan.end)
+        if seconds_to_read(nbytes) > (plan.end - first) * seconds_per_token:
+            plan = _cut_at(plan, root, spec, first)
+    return plan
+
+
+def _cut_at(plan: RestorePlan, root: BlockName, spec: ModelCacheSpec, end: int) -> RestorePlan:
+    """Shorten a plan to the blocks before `end`; to nothing if the model cannot resume there."""
     if spec.kinds != (LayerKind.FULL,):
         return RestorePlan.nothing(root)
-    parts = tuple(w for w in plan.parts if w.node.end <= first)
-    return RestorePlan(parts, first, parts[-1].node.name if parts else root, first)
+    parts = tuple(w for w in plan.parts if w.node.end <= end)
+    return RestorePlan(parts, end, parts[-1].node.name if parts else root, end)
 
 
 def _restorable_end(match: Match, spec: ModelCacheSpec) -> int:

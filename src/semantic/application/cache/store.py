@@ -5,18 +5,18 @@ works for any model and does not interpret payloads.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from semantic.application.cache.eviction import old_boundaries, orphans, resumable_blocks
-from semantic.application.cache.index import BlockNode, BlockWatch
-from semantic.application.cache.loader import PartLoader
+from semantic.application.cache.index import BlockNode
 from semantic.application.cache.restore_plan import (
+    ReadCosts,
     RestorePlan,
     WantedPart,
     needed_windows,
     plan_restore,
 )
 from semantic.application.cache.tiers import BlockTiers, OnMoved
+from semantic.application.cache.watch import BlockWatch
 from semantic.application.cache.writer import DiskTier
 from semantic.domain.agents import Pointer
 from semantic.domain.blocks import BlockName, BlockPart, PartKey, pack_tokens
@@ -39,7 +39,8 @@ class AgentCacheStore:
         spec: The geometry of the KV cache of the served model.
         roots: Roots of the served model under which blocks were sealed or looked up.
         telemetry: Sink for events, also used by the engine; `counts` are its cache counters.
-        loader: Reads parts into memory and holds them there.
+        tiers: Where the parts are; a restore acquires and releases them there.
+        read_costs: Durations of reads, which `worth_reading` compares with computing.
         watch: Lists blocks for the web page's map.
     """
 
@@ -66,14 +67,15 @@ class AgentCacheStore:
         self.telemetry: TelemetryPort = telemetry or NoTelemetry()
         self.counts: CacheCounts = self.telemetry.counts.cache
         self._pool = pool
-        self._disk = disk
         self._now = now
-        self._tiers = BlockTiers(pool, disk, self.counts, on_moved, remote)
-        self._index, self._lock = self._tiers.index, self._tiers.lock
+        self.tiers = BlockTiers(pool, disk, self.counts, on_moved, remote)
+        self.read_costs = ReadCosts(
+            disk.cost.seconds_to_read if disk else None, remote.seconds_to_read if remote else None
+        )
+        self._index, self._lock = self.tiers.index, self.tiers.lock
         self.spec: ModelCacheSpec = pool.spec
         self.roots: set[BlockName] = set()
-        self.loader = PartLoader(self._tiers)
-        self.watch = BlockWatch(self._index, self._lock)
+        self.watch = BlockWatch(self.tiers)
 
     # -- recall ---------------------------------------------------------------------------------
 
@@ -105,18 +107,26 @@ class AgentCacheStore:
             )
             return plan_restore(root, match, spec, ends)
 
-    def worth_reading(
-        self,
-        root: BlockName,
-        plan: RestorePlan,
-        seconds_per_token: float,
-        begun: Collection[PartKey] = (),
-    ) -> RestorePlan:
-        """Remove parts from a plan that are slower to read than to compute, except `begun` ones."""
-        if not seconds_per_token:
-            return plan
+    def learn(self, root: BlockName, tokens: Sequence[int]) -> None:
+        """Look up which blocks of a prompt other machines have uploaded, and add them to the index.
+
+        Does nothing if less than one block of the prompt is unknown here. Sends one query to the
+        shared index, so it must not run on the engine's thread.
+        """
+        remote, packed = self.tiers.remote, pack_tokens(tokens)
+        if remote is None:
+            return
         with self._lock:
-            return self._tiers.worth_reading(plan, root, self.spec, seconds_per_token, begun)
+            end = self._index.match(root, packed, self.spec.block_tokens).end
+        if len(tokens) - end < self.spec.block_tokens:
+            return
+        parts = remote.follow(root, packed)
+        with self._lock:
+            for part in parts:
+                node = self._index.add(part.root, part.parent, part.start, part.tokens)
+                node.remote.setdefault(part.kind, part)
+                node.last_used = node.last_used or self._now()
+            self._index.version += len(parts)
 
     @property
     def version(self) -> int:
@@ -130,23 +140,34 @@ class AgentCacheStore:
 
         Args:
             parts: Candidates, the most useful first.
-            max_bytes: Upper limit of the bytes to read; None means all that fits beside those of
-                the parts that are already in memory.
+            max_bytes: Upper limit of the bytes to read, including prefetches already queued; None
+                means all that fits beside those of the parts that are already in memory.
         """
         with self._lock:
             usage = self._pool.usage()
             known = {w.key: w.node.payloads[w.kind] for w in parts if w.kind in w.node.payloads}
             room = usage.available + usage.idle - sum(p.nbytes for p in known.values())
-            return self.loader.prefetch(parts, room if max_bytes is None else min(room, max_bytes))
+            room = room if max_bytes is None else min(room, max_bytes)
+            room -= self.tiers.prefetch_bytes
+            chosen: dict[PartKey, WantedPart] = {}
+            for wanted in parts:
+                if wanted.key in chosen or not self.tiers.is_unread(wanted):
+                    continue
+                room -= self.tiers.room_for(wanted)
+                if room < 0:
+                    break
+                chosen[wanted.key] = wanted
+            self.tiers.prefetch(chosen.values())
+            return list(chosen.values())
 
     def discard(self, parts: Iterable[WantedPart]) -> None:
         """Drop parts that could not be loaded, so that their tokens are computed again."""
         with self._lock:
             for wanted in parts:
-                num_dropped = self._tiers.drop_payloads([wanted], EvictionReason.CORRUPT)
+                num_dropped = self.tiers.drop_payloads([wanted], EvictionReason.CORRUPT)
                 if num_dropped or wanted.kind in wanted.node.files:
                     self.counts.corrupt += 1
-                self._tiers.drop_file(wanted, EvictionReason.CORRUPT)
+                self.tiers.drop_file(wanted, EvictionReason.CORRUPT)
 
     # -- seal -----------------------------------------------------------------------------------
 
@@ -187,7 +208,7 @@ class AgentCacheStore:
                 self._index.prune(node)
                 return None
             self.counts.sealed += 1
-            self._tiers.free_tails(node)
+            self.tiers.free_tails(node)
             return node.name
 
     def use(self, parts: Sequence[WantedPart]) -> None:
@@ -234,9 +255,9 @@ class AgentCacheStore:
                 if LayerKind.WINDOW not in node.payloads or LayerKind.WINDOW in node.files:
                     continue
                 if node.name in kept:
-                    self._tiers.write(WantedPart(node, LayerKind.WINDOW))
+                    self.tiers.write(WantedPart(node, LayerKind.WINDOW))
                 elif node in nodes and not node.last_kept:
-                    self._tiers.drop_payloads([WantedPart(node, LayerKind.WINDOW)])
+                    self.tiers.drop_payloads([WantedPart(node, LayerKind.WINDOW)])
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -248,19 +269,19 @@ class AgentCacheStore:
         """
         with self._lock:
             try:
-                self._tiers.reserve(nbytes)
+                self.tiers.reserve(nbytes)
             except PoolExhaustedError:
-                self.loader.stop_prefetching()  # leaves the room to requests that wait
+                self.tiers.stop_prefetching()  # leaves the room to requests that wait
                 raise
 
-    def release(self, nbytes: int) -> None:
-        """Release reserved memory."""
-        self._pool.release(nbytes)
+    def unreserve(self, nbytes: int) -> None:
+        """Undo `reserve`."""
+        self._pool.unreserve(nbytes)
 
     def resize(self, nbytes: int) -> None:
         """Change the memory budget; `PoolExhaustedError` if more than that is in use."""
         with self._lock:
-            self._tiers.resize(nbytes)
+            self.tiers.resize(nbytes)
 
     def usage(self) -> PoolUsage:
         """Return the pool's counters."""
@@ -270,12 +291,12 @@ class AgentCacheStore:
     def is_busy(self) -> bool:
         """Whether parts are being read or written, after which more memory can be freed."""
         with self._lock:
-            return self.loader.is_busy or self._tiers.is_writing
+            return self.tiers.is_reading or self.tiers.is_writing
 
     def drop_payloads(self, parts: Iterable[WantedPart]) -> int:
         """Drop parts that are not held from memory; returns how many were dropped."""
         with self._lock:
-            return self._tiers.drop_payloads(parts)
+            return self.tiers.drop_payloads(parts)
 
     def drop_files(
         self, parts: Iterable[WantedPart], reason: EvictionReason = EvictionReason.UNUSED
@@ -283,18 +304,11 @@ class AgentCacheStore:
         """Delete the files of parts without leases; returns the bytes freed."""
         with self._lock:
             unused = [part for part in parts if not part.node.num_leases]
-            return sum(self._tiers.drop_file(part, reason) for part in unused)
-
-    def drop(self, parts: Sequence[WantedPart]) -> int:
-        """Drop parts from disk and memory; returns the bytes freed on disk."""
-        with self._lock:
-            freed = self.drop_files(parts)
-            self.drop_payloads(parts)
-            return freed
+            return sum(self.tiers.drop_file(part, reason) for part in unused)
 
     def drop_memory(self) -> None:
         """Drop all parts in memory that are not held."""
-        self.loader.stop_prefetching()
+        self.tiers.stop_prefetching()
         self.drop_payloads(WantedPart(n, kind) for n in self.nodes() for kind in tuple(n.payloads))
 
     def serve(self, spec: ModelCacheSpec, roots: Iterable[BlockName]) -> None:
@@ -324,19 +338,19 @@ class AgentCacheStore:
             for name, kind in missing:
                 node = self._index.get(name)
                 if node is not None and kind in node.files and not node.num_leases:
-                    self._tiers.lose_file(WantedPart(node, kind))
+                    self.tiers.lose_file(WantedPart(node, kind))
             return unknown
 
     def offer_again(self) -> bool:
         """Offer dirty parts to the writer again; False if nothing is being written."""
         with self._lock:
-            self._tiers.offer_again()
-            return self._tiers.is_writing
+            self.tiers.offer_again()
+            return self.tiers.is_writing
 
     def is_on_disk(self, pointer: Pointer) -> bool:
         """Whether all blocks up to a pointer are on disk and none of their parts is dirty."""
         with self._lock:
-            return self._tiers.is_on_disk(pointer)
+            return self.tiers.is_on_disk(pointer)
 
     # -- blocks of agents -----------------------------------------------------------------------
 
@@ -355,102 +369,15 @@ class AgentCacheStore:
         with self._lock:
             return self._index.chain(name)
 
-    def lineage(self, pointer: Pointer, tokens: Callable[[], Sequence[int]]) -> list[BlockNode]:
-        """Return the known blocks of the chain up to a pointer, from the first.
-
-        If the chain is incomplete, return the longest known prefix of the conversation, `tokens()`.
-        """
-        with self._lock:
-            chain = self._index.chain_from(pointer.root, pointer.block)
-        if chain:
-            return chain
-        packed = pack_tokens(tokens())
-        with self._lock:
-            match = self._index.match(pointer.root, packed, self.spec.block_tokens)
-            return [node for node in match.nodes if node.end <= match.end]
-
     def disk_bytes(self, root: BlockName) -> int:
         """Return the bytes on disk of one root's blocks."""
         return self._index.disk_bytes(root)
-
-    def reachable(self, pointers: Iterable[Pointer]) -> set[BlockName]:
-        """Return the blocks in the chains up to these pointers, and the boundaries inside."""
-        with self._lock:
-            return self._index.reachable(pointer.block for pointer in pointers)
-
-    def pin(self, pointers: Iterable[Pointer]) -> None:
-        """Exempt the blocks up to these pointers from disk eviction, and unpin all others."""
-        with self._lock:
-            self._index.pin([pointer.block for pointer in pointers])
 
     def used_files(self, since: float) -> list[PartKey]:
         """Return the files of blocks that were used since a time."""
         with self._lock:
             used = (node for node in self._index if node.last_used >= since)
             return [(node.name, kind) for node in used for kind in node.files]
-
-    def evict(
-        self,
-        pointer: Pointer,
-        tokens: Callable[[], Sequence[int]],
-        *,
-        spared: Collection[BlockName],
-        is_cold: bool,
-    ) -> int:
-        """Drop the blocks up to a pointer from memory and, if `is_cold`, from disk too.
-
-        Unless `is_cold`, parts that are not on disk yet stay. Blocks in `spared` always stay.
-        `tokens` as for `lineage`. Returns the number of parts dropped from memory.
-        """
-        nodes = self.lineage(pointer, tokens)
-        with self._lock:
-            known = {node.name: node for node in (*nodes, *self._index.path(pointer.block))}
-            own = [node for name, node in known.items() if name not in spared]
-            parts = [WantedPart(node, kind) for node in own[::-1] for kind in LayerKind]
-            if self._disk is not None and not is_cold:
-                parts = [wanted for wanted in parts if wanted.kind in wanted.node.files]
-            num_dropped = self._tiers.drop_payloads(parts, EvictionReason.REQUEST)
-            if is_cold:
-                self.drop_files(parts, EvictionReason.REQUEST)
-            return num_dropped
-
-    def drop_orphans(self, reachable: Collection[BlockName], *, unused_since: float) -> int:
-        """Drop blocks not reachable and not used since a time; returns the disk bytes freed."""
-        with self._lock:
-            nodes = orphans(self._index, reachable, unused_since=unused_since)
-            return self.drop([WantedPart(n, kind) for n in nodes for kind in LayerKind])
-
-    def drop_old_boundaries(
-        self, latest_turns: Iterable[tuple[Pointer, int]], *, unused_since: float
-    ) -> int:
-        """Drop window and state parts that no agent will resume from; returns disk bytes freed.
-
-        Args:
-            latest_turns: Pointer and prompt length of the last turns of all agents.
-            unused_since: Parts that belong to no agent are spared if used after this time.
-        """
-        if self.spec.kinds == (LayerKind.FULL,):
-            return 0
-        needed: set[BlockName] = set()
-        passed: set[BlockName] = set()
-        for pointer, num_prompt in latest_turns:
-            if pointer.root not in self.roots:
-                continue
-            with self._lock:  # not around the loop: reading turns is slow
-                nodes = self._index.path(pointer.block)
-            needed |= resumable_blocks(nodes, (pointer.num_tokens, num_prompt), self.spec)
-            passed.update(node.name for node in nodes)
-        with self._lock:
-            nodes = old_boundaries(
-                self._index,
-                self.roots,
-                needed=needed,
-                passed=passed,
-                now=self._now(),
-                unused_since=unused_since,
-            )
-            kinds = (LayerKind.WINDOW, LayerKind.STATE)
-            return self.drop([WantedPart(node, kind) for node in nodes for kind in kinds])
 
     # -- readings -------------------------------------------------------------------------------
 
@@ -461,23 +388,20 @@ class AgentCacheStore:
             AssertionError: they do not match.
         """
         with self._lock:
-            self._tiers.check_integrity()
+            self.tiers.check_integrity()
 
     # -- inside the lock ------------------------------------------------------------------------
 
     def _keep(
         self, node: BlockNode, payloads: Sequence[KVPayload], chain: Sequence[BlockNode] = ()
     ) -> bool:
-        """Keep parts in memory and offer them to the writer; False if there is no room."""
+        """Keep parts in memory; False if there is no room."""
         try:
-            kinds = self._tiers.keep(node, payloads, chain)
+            kinds = self.tiers.keep(node, payloads, chain)
         except PoolExhaustedError:
             return all(node.has(payload.kind) for payload in payloads)
-        for kind in kinds:
-            if kind is LayerKind.STATE:
-                node.last_kept = self._now()
-            if kind is not LayerKind.WINDOW:
-                self._tiers.write(WantedPart(node, kind))
+        if LayerKind.STATE in kinds:
+            node.last_kept = self._now()
         return True
 
     def _is_young(self, node: BlockNode, nbytes: int) -> bool:
@@ -485,8 +409,12 @@ class AgentCacheStore:
 
         In that case its chain is safe from eviction and need not be touched.
         """
-        is_recent = 0 <= self._now() - node.last_used < _RECENT_S
-        return is_recent and self._tiers.has_room(nbytes, unused_since=node.last_used)
+        usage = self._pool.usage()
+        excess = usage.used + nbytes - usage.total
+        if not 0 <= self._now() - node.last_used < _RECENT_S or excess > usage.idle:
+            return False
+        victims = [self._index.get(name) for name, _ in self._pool.oldest(excess)]
+        return all(v is not None and v.last_used < node.last_used for v in victims)
 
     def _keep_in_chain(self, node: BlockNode, payloads: Sequence[KVPayload]) -> bool:
         """Keep parts without evicting their chain, and mark it as used. Slow for long chains."""

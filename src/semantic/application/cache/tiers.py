@@ -1,31 +1,60 @@
-"""Tracks where the parts of blocks are: in memory within the pool's budget, on disk, or in transit.
+"""Where the parts of blocks are: in memory within the pool's budget, on disk, or in transit.
 
 A sealed part is queued for writing and held in memory until it is on disk. Parts that the writer
-has no room for stay dirty and are offered again later. Not thread-safe: the caller holds `lock`.
-Callbacks of the writer acquire it themselves.
+has no room for stay dirty and are offered again later. Room in the pool is reserved before a file
+is read, and a part that was read stays in the pool while it is held, so that parts waiting to be
+loaded never exceed the memory budget. No call waits for the disk: where there is no room, the
+caller tries again later.
 """
 
+import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 
-from semantic.application.cache.eviction import disk_victims, superseded_tails
+from semantic.application.cache.eviction import evict_files
 from semantic.application.cache.index import BlockIndex, BlockNode
-from semantic.application.cache.restore_plan import RestorePlan, WantedPart, worth_reading
-from semantic.application.cache.writer import DiskTier, WriteJob
+from semantic.application.cache.restore_plan import HeldPart, WantedPart
+from semantic.application.cache.writer import NUM_READERS, DiskTier, WriteJob
 from semantic.domain.agents import Pointer
 from semantic.domain.blocks import BlockName, BlockPart, PartKey
-from semantic.domain.errors import CachePersistenceError
+from semantic.domain.errors import (
+    CacheCorruptionError,
+    CachePersistenceError,
+    DrainingError,
+    PoolExhaustedError,
+)
 from semantic.domain.pool import BlockPool
-from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload
 from semantic.ports.storage import SharedBlocksPort
 from semantic.ports.telemetry import CacheCounts, EvictionReason
 
+_log = logging.getLogger(__name__)
+
+# Number of files that are prefetched at the same time.
+_NUM_PREFETCHED = max(2, NUM_READERS // 2)
+
 OnMoved = Callable[[BlockName, BlockName], object]
 
 
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """A file that is being read into reserved room of `nbytes`, and the parts waiting for it."""
+
+    wanted: WantedPart
+    part: BlockPart
+    nbytes: int
+    waiting: list[HeldPart]
+
+
 class BlockTiers:
-    """The parts in memory and on disk.
+    """The parts in memory and on disk, and the reads and writes between the two.
+
+    It owns the cache's lock. The methods for any thread and the callbacks of readers and writer
+    acquire it; `AgentCacheStore` holds it when it calls the other methods or uses `index`.
 
     Attributes:
         index: All known blocks.
@@ -53,6 +82,71 @@ class BlockTiers:
         self._on_moved = on_moved
         self._writing: set[PartKey] = set()
         self._dirty: dict[PartKey, WantedPart] = {}  # the queue was full or writing failed
+        self._reading: dict[PartKey, _Reading] = {}
+        self._prefetches: deque[WantedPart] = deque()
+
+    # -- any thread: load -----------------------------------------------------------------------
+
+    def acquire(self, wanted: WantedPart) -> HeldPart | None:
+        """Hold a part in memory until `release`; None if there is no room for it.
+
+        The future is done at once if the part is in memory, otherwise when it has been read.
+        """
+        held = HeldPart(wanted)
+        with self.lock:
+            payload = wanted.node.payloads.get(wanted.kind)
+            reading = self._reading.get(wanted.key)
+            if payload is not None:
+                self._count(held)
+                held.nbytes = payload.nbytes
+                held.future.set_result(payload)
+            elif reading is not None:
+                held.nbytes = reading.nbytes
+                reading.waiting.append(held)
+            elif not self.is_unread(wanted):
+                gone = CacheCorruptionError(f"block {wanted.node.name.short} is gone")
+                held.future.set_exception(gone)
+            elif not self._begin_reading(wanted, [held]):
+                return None
+        return held
+
+    def release(self, held: HeldPart) -> None:
+        """Undo `acquire`. A read that has started still runs to its end."""
+        with self.lock:
+            reading = self._reading.get(held.wanted.key)
+            if held.is_counted:
+                held.is_counted = False
+                self.pool.release(held.wanted.key)
+                self._reconsider(held.wanted.node)
+            elif reading is not None and held in reading.waiting:
+                reading.waiting.remove(held)
+
+    def lease(self, parts: Sequence[WantedPart]) -> None:
+        """Protect the files of parts that will be acquired soon from deletion."""
+        with self.lock:
+            leased = {wanted.key for wanted in parts}
+            for wanted in parts:
+                wanted.node.num_leases += 1
+            # `acquire` reads these parts when the restore reaches them, so they are not prefetched.
+            self._prefetches = deque(w for w in self._prefetches if w.key not in leased)
+
+    def end_lease(self, parts: Sequence[WantedPart]) -> None:
+        """Undo `lease`."""
+        with self.lock:
+            for wanted in parts:
+                self._end_lease(wanted.node)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a part is being read; its room can be evicted once the read has ended."""
+        with self.lock:
+            return bool(self._reading)
+
+    @property
+    def reading_bytes(self) -> int:
+        """Bytes reserved for parts that are being read."""
+        with self.lock:
+            return sum(reading.nbytes for reading in self._reading.values())
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -61,7 +155,8 @@ class BlockTiers:
     ) -> list[LayerKind]:
         """Add those payloads to a node that it lacks; returns their kinds.
 
-        Other parts are evicted for them, but not the node's own parts and not those of its chain.
+        Offers them to the writer, except window parts. Other parts are evicted for them, but not
+        the node's own parts and not those of its chain.
 
         Raises:
             PoolExhaustedError: there is no room; nothing was added.
@@ -71,34 +166,18 @@ class BlockTiers:
         before += [(node.name, kind) for kind in node.payloads]
         sizes = {(node.name, kind): payload.nbytes for kind, payload in new.items()}
         self._forget(self.pool.put(sizes, before), EvictionReason.BUDGET)
-        node.payloads.update(new)
-        self.index.version += len(new)
-        self.index.note_change(node.name)
+        self.index.put_payloads(node, new)
+        for kind in new:
+            if kind is not LayerKind.WINDOW:
+                self.write(WantedPart(node, kind))
         return list(new)
 
-    def has_room(self, nbytes: int, *, unused_since: float) -> bool:
-        """Whether `nbytes` fit by evicting only parts that were not used since a time."""
-        usage = self.pool.usage()
-        excess = usage.used + nbytes - usage.total
-        if excess > usage.idle:
-            return False
-        nodes = [self.index.get(name) for name, _ in self.pool.oldest(excess)]
-        return all(node is not None and node.last_used < unused_since for node in nodes)
-
     def reserve(self, nbytes: int) -> None:
-        """Reserve memory for other uses, evicting idle parts if necessary.
-
-        Raises:
-            PoolExhaustedError: too little memory can be freed.
-        """
+        """Like `BlockPool.reserve`; drops the payloads of evicted parts."""
         self._forget(self.pool.reserve(nbytes), EvictionReason.BUDGET)
 
     def resize(self, nbytes: int) -> None:
-        """Change the memory budget, evicting idle parts if necessary.
-
-        Raises:
-            PoolExhaustedError: more than the new budget is in use.
-        """
+        """Like `BlockPool.resize`; drops the payloads of evicted parts."""
         self._forget(self.pool.resize(nbytes), EvictionReason.BUDGET)
 
     def drop_payloads(
@@ -113,29 +192,109 @@ class BlockTiers:
         for name, kind in evicted:
             node = self.index.get(name)
             assert node is not None  # noqa: S101 - parts in memory have a node
-            del node.payloads[kind]
-            self.index.version += 1
-            self.index.note_change(name)
+            self.index.pop_payload(node, kind)
             self.counts.evictions["memory", reason.value] += 1
             self.index.prune(node)
 
     # -- reading --------------------------------------------------------------------------------
 
-    def worth_reading(
-        self,
-        plan: RestorePlan,
-        root: BlockName,
-        spec: ModelCacheSpec,
-        seconds_per_token: float,
-        begun: Collection[PartKey],
-    ) -> RestorePlan:
-        """Remove parts from a plan that are slower to read than to compute, remote tier first."""
-        disk = self.disk.cost if self.disk is not None else None
-        for tier, part in ((self.remote, WantedPart.far_part), (disk, WantedPart.near_part)):
-            if tier is not None:
-                is_read_in = tier.is_read_in
-                plan = worth_reading(plan, root, spec, part, is_read_in, seconds_per_token, begun)
-        return plan
+    def prefetch(self, parts: Iterable[WantedPart]) -> None:
+        """Read parts in order and a few at a time; skips those that find no room at their turn."""
+        self._prefetches.extend(parts)
+        self._prefetch_more()
+
+    @property
+    def prefetch_bytes(self) -> int:
+        """Upper bound of the memory that the queued prefetches take."""
+        return sum(self.room_for(wanted) for wanted in self._prefetches)
+
+    def stop_prefetching(self) -> None:
+        """Clear the prefetch queue, because the room is needed; reads in progress continue."""
+        self._prefetches.clear()
+
+    def _prefetch_more(self) -> None:
+        while self._prefetches and len(self._reading) < _NUM_PREFETCHED:
+            wanted = self._prefetches.popleft()
+            if self.is_unread(wanted):
+                self._begin_reading(wanted, [])
+
+    def is_unread(self, wanted: WantedPart) -> bool:
+        """Whether a part must be read, and is not being read already."""
+        is_somewhere = wanted.node.unread(wanted.kind) is not None
+        return self.disk is not None and is_somewhere and wanted.key not in self._reading
+
+    def room_for(self, wanted: WantedPart) -> int:
+        """Return an upper bound of the memory that reading a part takes; 0 if it is in memory."""
+        part = wanted.node.unread(wanted.kind)
+        return self.disk.room_for(part) if self.disk is not None and part is not None else 0
+
+    def _begin_reading(self, wanted: WantedPart, waiting: list[HeldPart]) -> bool:
+        """Reserve room for a part and start reading it; False if there is no room."""
+        part, nbytes = wanted.node.unread(wanted.kind), self.room_for(wanted)
+        source = self.disk if wanted.kind in wanted.node.files else self.remote
+        assert part is not None and source is not None  # noqa: S101, PT018 - callers check
+        try:
+            self.reserve(nbytes)
+        except PoolExhaustedError:
+            return False
+        reading = _Reading(wanted, part, nbytes, waiting)
+        for held in waiting:
+            held.nbytes = nbytes
+        wanted.node.num_leases += 1
+        self._reading[wanted.key] = reading
+        source.read(part).add_done_callback(lambda done: self._end_reading(reading, done))
+        return True
+
+    def _end_reading(self, reading: _Reading, done: Future[KVPayload]) -> None:
+        """Replace reserved room by the part that was read. Runs on a reader's thread."""
+        wanted = reading.wanted
+        with self.lock:
+            del self._reading[wanted.key]
+            self.pool.unreserve(reading.nbytes)
+            try:
+                error = self._take(reading, done)
+            except Exception as defect:  # noqa: BLE001 - every waiting future must complete
+                _log.exception("cannot keep a block that was read; computing it again")
+                error = defect
+            payload = wanted.node.payloads.get(wanted.kind)
+            self._end_lease(wanted.node)
+            self._prefetch_more()
+        for held in reading.waiting:
+            if error is None and payload is not None:
+                held.future.set_result(payload)
+            else:
+                held.future.set_exception(error or CacheCorruptionError("a block is gone"))
+
+    def _take(self, reading: _Reading, done: Future[KVPayload]) -> BaseException | None:
+        """Keep a part that was read and hold it for its waiters; returns the error on failure."""
+        wanted = reading.wanted
+        error = DrainingError("cancelled") if done.cancelled() else done.exception()
+        if isinstance(error, DrainingError):
+            self._prefetches.clear()
+            return CacheCorruptionError("the server is shutting down")
+        if error is not None:
+            is_bad = isinstance(error, CacheCorruptionError)
+            # A waiting caller may have discarded the file already.
+            if is_bad and wanted.node.unread(wanted.kind) is reading.part:
+                self.lose_file(wanted)
+            return error
+        self.counts.restored += 1
+        self.counts.restored_bytes += reading.part.nbytes
+        try:
+            self.keep(wanted.node, [done.result()])  # writes it if its file was deleted meanwhile
+        except PoolExhaustedError as full:
+            return CacheCorruptionError(f"a file holds more than it should: {full.message}")
+        for held in reading.waiting:
+            self._count(held)
+        return None
+
+    def _count(self, held: HeldPart) -> None:
+        self.pool.acquire(held.wanted.key)
+        held.is_counted = True
+
+    def _end_lease(self, node: BlockNode) -> None:
+        node.num_leases -= 1
+        self._reconsider(node)
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -157,7 +316,7 @@ class BlockTiers:
         )
         if self.disk.offer(job):
             self._writing.add(part.key)
-            self.pool.hold(part.key)
+            self.pool.acquire(part.key)
         else:
             self._dirty[part.key] = part
 
@@ -181,7 +340,7 @@ class BlockTiers:
             if self.remote is not None and file.kind not in node.remote:
                 self.remote.offer(file, self._end_upload)
             self.free_tails(node)
-            self.free_if_tail(node)
+            self._free_if_tail(node)
             self.offer_again()
 
     def _end_upload(self, part: BlockPart) -> None:
@@ -202,7 +361,7 @@ class BlockTiers:
         node = self.index.get(part.name)
         assert node is not None  # noqa: S101 - parts being written are held
         self._writing.remove(part.key)
-        self.pool.let_go(part.key)
+        self.pool.release(part.key)
         return node
 
     def is_on_disk(self, pointer: Pointer) -> bool:
@@ -237,55 +396,27 @@ class BlockTiers:
         self.drop_file(part, EvictionReason.CORRUPT)
 
     def _victims(self, part: BlockPart, nbytes: int, excess: int, slack: int) -> list[BlockPart]:
-        """Choose files to evict for a new one, and remove them from the index.
-
-        Runs on the writer's thread.
-
-        Args:
-            part: The new part; the blocks before it in its chain are spared.
-            nbytes: Upper bound of its file's size.
-            excess: Bytes to free to meet the disk budget; if less can be freed, nothing is.
-            slack: Further bytes to free if possible.
-
-        Raises:
-            CachePersistenceError: the tenant's share is full.
-        """
+        """Evict files for a new one; see `WriteJob.victims`. Runs on the writer's thread."""
         assert self.disk is not None  # noqa: S101 - only the disk tier calls this
         quota = self.disk.limits.tenant_bytes(part.root)
         with self.lock:
-            victims: list[BlockPart] = []
+            own: list[BlockPart] = []
             if quota is not None:
                 over_quota = self.index.disk_bytes(part.root) + nbytes - quota
-                victims = self._evict_files(over_quota, part, root=part.root)
+                own = evict_files(self.index, over_quota, part, root=part.root)
+                self.counts.evictions["disk", EvictionReason.QUOTA.value] += len(own)
                 if self.index.disk_bytes(part.root) + nbytes > quota:
                     raise CachePersistenceError("the tenant's share of the disk is full.")
-            excess -= sum(victim.nbytes for victim in victims)
-            return victims + self._evict_files(excess, part, slack=slack)
-
-    def _evict_files(
-        self, nbytes: int, incoming: BlockPart, *, root: BlockName | None = None, slack: int = 0
-    ) -> list[BlockPart]:
-        """Remove at least `nbytes` of files from the index, or none; returns them."""
-        if nbytes <= 0:
-            return []
-        spared = {node.name for node in self.index.chain(incoming.parent)}
-        nodes = disk_victims(self.index, nbytes + slack, spared=spared, root=root)
-        if sum(node.disk_bytes for node in nodes) < nbytes:
-            return []
-        victims = [file for node in nodes for file in node.files.values()]
-        reason = EvictionReason.BUDGET if root is None else EvictionReason.QUOTA
-        self.counts.evictions["disk", reason.value] += len(victims)
-        for node in nodes:
-            for kind in tuple(node.files):
-                self.index.pop_file(node, kind)
-            self.index.prune(node)
-        return victims
+            excess -= sum(victim.nbytes for victim in own)
+            others = evict_files(self.index, excess, part, slack=slack)
+            self.counts.evictions["disk", EvictionReason.BUDGET.value] += len(others)
+            return own + others
 
     # -- tails ----------------------------------------------------------------------------------
 
     def free_tails(self, node: BlockNode) -> None:
         """Drop the tails that `node` replaces; turns that ended in a tail now point into `node`."""
-        for tail in superseded_tails(self.index, node):
+        for tail in self.index.superseded_tails(node):
             full = WantedPart(tail, LayerKind.FULL)
             self.drop_payloads([full])
             if LayerKind.FULL not in tail.payloads:  # False while it is held
@@ -294,7 +425,7 @@ class BlockTiers:
                 if self._on_moved is not None:
                     self._on_moved(tail.name, node.name)
 
-    def free_if_tail(self, node: BlockNode) -> None:
+    def _free_if_tail(self, node: BlockNode) -> None:
         """Drop a tail that could not be dropped when its longer block was sealed."""
         if self.index.get(node.name) is not node or not node.has(LayerKind.FULL):
             return
@@ -302,12 +433,12 @@ class BlockTiers:
         if longer is not None:
             self.free_tails(longer)
 
-    def reconsider(self, node: BlockNode) -> None:
+    def _reconsider(self, node: BlockNode) -> None:
         """Remove or free a node after a hold or lease on it has ended."""
         self.index.prune(node)
-        self.free_if_tail(node)
+        self._free_if_tail(node)
 
-    # -- readings -------------------------------------------------------------------------------
+    # -- checks ---------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Check the pool, and that payloads and index match it.

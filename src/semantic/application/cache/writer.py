@@ -3,27 +3,36 @@
 Jobs are written in order: files first, then, in one transaction, the rows that refer to them. The
 queue is bounded in bytes; parts that do not fit stay in memory and are offered again later. A disk
 failure costs durability but never fails a request. A busy ledger is retried, because turns must not
-be lost.
+be lost. A turn is marked as durable when its row and all its blocks are on disk.
 """
 
-import contextlib
 import logging
 import math
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from semantic.application.cache.row_writer import RowWriter
+from semantic.application.cache.restore_plan import ReadCost
 from semantic.domain.agents import Pointer
 from semantic.domain.blocks import BlockName, BlockPart
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
 from semantic.ports.backend import KVPayload
-from semantic.ports.storage import BlockFilesPort, DropPart, LedgerChange, LedgerPort, PutPart
+from semantic.ports.storage import (
+    BlockFilesPort,
+    DropPart,
+    LedgerChange,
+    LedgerPort,
+    MarkDurable,
+    PutPart,
+    PutTurn,
+    Repoint,
+)
 from semantic.ports.telemetry import Measure, NoTelemetry, TelemetryPort
 
 _log = logging.getLogger(__name__)
@@ -33,8 +42,7 @@ _MAX_BATCH = 256
 _MAX_BATCH_BYTES = 64 * 2**20  # rows are written at least this often: a crash must not lose many
 _RETRY_S = 0.5
 _TELL_AGAIN_S = 60.0
-_MEMORY = 0.9  # weight of earlier measurements at each new one
-_HALF_LIFE_S = 60.0  # without new measurements, the estimated read time halves in this time
+_MAX_WAITING_TURNS = 1024
 _SLACK = 0.02  # share of the budget freed in advance, so that not every file evicts
 _FILE_OVERHEAD = 4096  # upper bound of a file's size beyond its payload and token ids
 
@@ -72,69 +80,6 @@ class WriteJob:
     victims: Callable[[BlockPart, int, int, int], Sequence[BlockPart]]
     on_end: Callable[[BlockPart, BlockPart | None], None]
     on_lost: Callable[[BlockPart], None]
-
-
-class ReadCost:
-    """Estimates the duration of reads from earlier reads. Thread-safe."""
-
-    def __init__(
-        self, num_ignored: int = 0, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        """Start without an estimate.
-
-        Args:
-            num_ignored: Number of first reads to ignore, because they also open connections.
-            clock: Returns seconds.
-        """
-        self._lock = threading.Lock()
-        self._num_ignored = num_ignored
-        self._clock = clock
-        self._num_reading = 0
-        self._seconds = 0.0
-        self._bytes = 0.0
-        self._measured_at = 0.0
-
-    @contextlib.contextmanager
-    def measured(self, nbytes: int) -> Iterator[None]:
-        """Measure a read; failed reads do not count."""
-        with self._lock:
-            self._num_reading += 1
-            num_reading = self._num_reading
-        started = self._clock()
-        try:
-            yield
-        except BaseException:
-            with self._lock:
-                self._num_reading -= 1
-            raise
-        ended = self._clock()
-        elapsed = ended - started
-        with self._lock:
-            num_reading = max(num_reading, self._num_reading)
-            self._num_reading -= 1
-            if self._num_ignored:
-                self._num_ignored -= 1
-                return
-            # Weighted by bytes: many small files must not make large ones look slow. Concurrent
-            # reads share the elapsed time.
-            self._seconds = self._seconds * _MEMORY + elapsed / num_reading
-            self._bytes = self._bytes * _MEMORY + nbytes
-            self._measured_at = ended
-
-    def seconds_to_read(self, nbytes: int) -> float:
-        """Estimate the duration of a read in seconds; 0 before the first measurement.
-
-        The estimate decays with its age. Otherwise a disk once found too slow would not be read,
-        hence not be measured, and never be tried again.
-        """
-        with self._lock:
-            age_s = self._clock() - self._measured_at
-            belief = math.exp2(-age_s / _HALF_LIFE_S)
-            return nbytes * self._seconds / max(self._bytes, 1) * belief
-
-    def is_read_in(self, nbytes: int, seconds: float) -> bool:
-        """Whether reading `nbytes` is estimated to take at most `seconds`."""
-        return self.seconds_to_read(nbytes) <= seconds
 
 
 def read_by(
@@ -184,7 +129,7 @@ class DiskTier:
         self._is_stopping = False
         self._batch_bytes = 0
         self._is_on_disk: Callable[[Pointer], bool] | None = None
-        self._rows = RowWriter(
+        self._rows = _RowWriter(
             ledger, is_synced=is_synced, is_on_disk=self._is_durable, report=self._report
         )
 
@@ -399,6 +344,140 @@ class DiskTier:
         if problem and now - self._told_at.get(problem, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
             self._told_at[problem] = now
             _log.warning("agents' turns and state cannot be written: %s", problem)
+
+
+# -- rows ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Changes that are written together, and the future to complete afterwards."""
+
+    changes: tuple[LedgerChange, ...]
+    done: Future[None] | None
+
+
+class _RowWriter:
+    """Writes changes in order, many in one transaction. Runs on the writer's thread."""
+
+    def __init__(
+        self,
+        ledger: LedgerPort,
+        *,
+        is_synced: bool,
+        is_on_disk: Callable[[Pointer], bool],
+        report: Callable[[str, str], None],
+    ) -> None:
+        """Start empty.
+
+        Args:
+            ledger: Destination of the rows.
+            is_synced: Whether rows must survive a power failure.
+            is_on_disk: Whether the KV cache up to a pointer is on disk.
+            report: Called with the source and the reason of a failure, or with an empty reason once
+                writing succeeds.
+        """
+        self._ledger = ledger
+        self._is_synced = is_synced
+        self._report = report
+        self._turns = _UnsafeTurns(is_on_disk)
+        self._unwritten: list[_Rows] = []
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether changes wait for the next `apply`."""
+        return bool(self._unwritten)
+
+    def add(self, changes: Sequence[LedgerChange], done: Future[None] | None = None) -> None:
+        """Queue changes for the next `apply`; `done` completes when they are written."""
+        for change in changes:
+            self._turns.note(change)
+        # After this call the future can no longer be cancelled.
+        is_wanted = done is not None and done.set_running_or_notify_cancel()
+        self._unwritten.append(_Rows(tuple(changes), done if is_wanted else None))
+
+    def apply(self) -> None:
+        """Write the queued changes; keep those that cannot be written now for the next call."""
+        rows, self._unwritten = [*self._unwritten, _Rows(self._turns.take(), None)], []
+        try:
+            self._write(rows)
+        except ValueError:
+            _log.exception("a change cannot be stored and was dropped")
+            self._write_one_by_one(rows)
+        except Exception as error:  # noqa: BLE001 - queued changes must not be lost
+            self._keep(rows, error)
+
+    def close(self) -> None:
+        """Try a last time, then back up and close the ledger."""
+        self.apply()
+        if self._unwritten:
+            _log.error("%d changes of the ledger are lost", len(self._unwritten))
+        for end in (self._ledger.back_up, self._ledger.close):
+            try:
+                end()
+            except CachePersistenceError as error:
+                self._report("ledger", error.message)
+
+    def _write_one_by_one(self, rows: Sequence[_Rows]) -> None:
+        for index, row in enumerate(rows):
+            try:
+                self._write([row])
+            except ValueError as error:
+                _fail(row, CachePersistenceError(f"it cannot be stored: {error}"))
+            except Exception as error:  # noqa: BLE001 - queued changes must not be lost
+                self._keep(rows[index:], error)
+                return
+
+    def _write(self, rows: Sequence[_Rows]) -> None:
+        changes = [change for row in rows for change in row.changes]
+        if changes:
+            self._ledger.apply(changes, is_synced=self._is_synced)
+        self._report("ledger", "")
+        for row in rows:
+            if row.done is not None:
+                row.done.set_result(None)
+
+    def _keep(self, rows: Sequence[_Rows], error: Exception) -> None:
+        """Keep rows for another attempt, and fail their futures so that replies do not wait."""
+        self._report("ledger", str(error))
+        for row in rows:
+            _fail(row, CachePersistenceError(str(error)))
+        self._unwritten = [_Rows(row.changes, None) for row in rows]
+
+
+def _fail(rows: _Rows, error: CachePersistenceError) -> None:
+    if rows.done is not None:
+        rows.done.set_exception(error)
+
+
+class _UnsafeTurns:
+    """Turns whose rows are queued or written but whose blocks may not be on disk yet."""
+
+    def __init__(self, is_on_disk: Callable[[Pointer], bool]) -> None:
+        self._is_on_disk = is_on_disk
+        self._waiting: OrderedDict[str, Pointer] = OrderedDict()
+
+    def note(self, change: LedgerChange) -> None:
+        """Track the pointers of turns in a change that is about to be written."""
+        match change:
+            case PutTurn(_, turn) if turn.pointer is not None:
+                self._waiting[turn.id] = turn.pointer
+                # Turns whose blocks were evicted before they were written never become durable.
+                if len(self._waiting) > _MAX_WAITING_TURNS:
+                    self._waiting.popitem(last=False)
+            case Repoint(old, new):
+                for turn_id, pointer in self._waiting.items():
+                    if pointer.block == old:
+                        self._waiting[turn_id] = replace(pointer, block=new)
+            case _:
+                return
+
+    def take(self) -> tuple[MarkDurable, ...]:
+        """Return marks for turns that are durable once the changes noted so far are written."""
+        safe = [turn for turn, pointer in self._waiting.items() if self._is_on_disk(pointer)]
+        for turn_id in safe:
+            del self._waiting[turn_id]
+        return tuple(MarkDurable(turn_id) for turn_id in safe)
 
 
 def _megabytes(nbytes: int) -> str:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from semantic.application.cache.restore_plan import RestorePlan
+from semantic.application.cache.restore_plan import RestorePlan, worth_reading
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.generation import Generation
 from semantic.application.engine.memory import IdleCopies
@@ -234,7 +234,9 @@ class PrefixSharing:
             prefix.plan = self._store.plan(root, generation.tokens[:-1])
             prefix.plan_basis = basis
         cost, begun = self._budget.seconds_per_token, prefix.prefetched_parts
-        return self._store.worth_reading(root, prefix.plan, cost, begun)
+        return worth_reading(
+            prefix.plan, root, self._store.spec, self._store.read_costs, cost, begun
+        )
 
     def _begin_restore(self, generation: Generation, plan: RestorePlan) -> None:
         self._backend.open(generation.seq, generation.tokens)
@@ -245,7 +247,7 @@ class PrefixSharing:
         generation.prefix.restore = Restore(
             generation.seq,
             plan,
-            self._store.loader,
+            self._store.tiers,
             generation.prefix.prefetched_parts,
             self._on_ready,
             self.pace,

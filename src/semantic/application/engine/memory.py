@@ -130,7 +130,7 @@ class WorkingMemory:
             if needed > self._reserved:
                 self._store.reserve(needed - self._reserved)
             else:
-                self._store.release(self._reserved - needed)
+                self._store.unreserve(self._reserved - needed)
         except PoolExhaustedError:
             return False
         self._lengths, self._reserved = lengths, needed
@@ -147,7 +147,7 @@ class WorkingMemory:
         for seq in self._lengths:
             self._backend.close(seq)
             self.idle.remove(seq)
-        self._store.release(self._reserved)
+        self._store.unreserve(self._reserved)
         self._lengths, self._reserved = {}, 0
 
     # -- idle copies ----------------------------------------------------------------------------

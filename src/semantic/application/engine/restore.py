@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from semantic.application.cache.loader import HeldPart
-from semantic.application.cache.restore_plan import RestorePlan, WantedPart
+from semantic.application.cache.restore_plan import HeldPart, RestorePlan, WantedPart
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import PartKey
 from semantic.domain.errors import CacheCorruptionError
@@ -48,16 +47,16 @@ class LoadPace:
 
 
 class PartSource(Protocol):
-    """Supplies the parts of a restore; see `PartLoader`."""
+    """Supplies the parts of a restore; see `BlockTiers`."""
 
-    def hold(self, wanted: WantedPart) -> HeldPart | None:
-        """Acquire a part, which stays in memory until `let_go`; None if memory is short.
+    def acquire(self, wanted: WantedPart) -> HeldPart | None:
+        """Acquire a part, which stays in memory until `release`; None if memory is short.
 
         The part's future resolves once it is read.
         """
 
-    def let_go(self, held: HeldPart) -> None:
-        """Release a part acquired with `hold`."""
+    def release(self, held: HeldPart) -> None:
+        """Release a part acquired with `acquire`."""
 
     def lease(self, parts: Sequence[WantedPart]) -> None:
         """Protect the files of parts from deletion until `end_lease`."""
@@ -173,7 +172,7 @@ class Restore:
             return
         self._is_closed = True
         for pending in self._pending:
-            self._source.let_go(pending.held)
+            self._source.release(pending.held)
         self._pending.clear()
         self._wanted.clear()
         self._source.end_lease(self.plan.parts)
@@ -191,7 +190,7 @@ class Restore:
             is_much = len(self._pending) >= _AHEAD_PARTS and num_bytes >= _AHEAD_BYTES
             if is_much and not is_needed:
                 return
-            held = self._source.hold(self._wanted[0])
+            held = self._source.acquire(self._wanted[0])
             self._is_refused = held is None
             if held is None:
                 return
@@ -233,7 +232,7 @@ class Restore:
         for pending in batch:
             self._pending.popleft()
             self._count(pending)
-            self._source.let_go(pending.held)
+            self._source.release(pending.held)
         num_bytes = sum(payload.nbytes for payload in payloads)
         self.num_bytes += num_bytes
         return num_bytes

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from semantic.application.cache.writer import ReadCost, read_by
+from semantic.application.cache.restore_plan import ReadCost
+from semantic.application.cache.writer import read_by
 from semantic.cluster.ports import ObjectsPort, SharedPartsPort
 from semantic.domain.blocks import BlockName, BlockPart
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
@@ -55,7 +56,7 @@ class ObjectTier:
         self._uploads = ThreadPoolExecutor(_NUM_UPLOADS, "semantic-upload")
         self._downloads = ThreadPoolExecutor(_NUM_DOWNLOADS, "semantic-download")
         self._cost = ReadCost(num_ignored=1)
-        self.is_read_in = self._cost.is_read_in
+        self.seconds_to_read = self._cost.seconds_to_read
         self.problem = ""
 
     def offer(self, part: BlockPart, on_end: Callable[[BlockPart], None]) -> None:

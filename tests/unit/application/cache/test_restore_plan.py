@@ -6,11 +6,18 @@ import pytest
 
 from semantic.adapters.outbound.backends.fake import fake_spec
 from semantic.application.cache.index import BlockIndex, BlockNode
-from semantic.application.cache.restore_plan import RestorePlan, needed_windows, plan_restore
-from semantic.domain.blocks import pack_tokens
+from semantic.application.cache.restore_plan import (
+    ReadCost,
+    RestorePlan,
+    WantedPart,
+    needed_windows,
+    plan_restore,
+    worth_reading,
+)
+from semantic.domain.blocks import PartKey, pack_tokens
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from tests.unit.application.engine_rig import ROOT
-from tests.unit.application.memory_rig import make_payload
+from tests.unit.application.memory_rig import MemoryRig, fetch, make_payload
 
 pytestmark = pytest.mark.unit
 
@@ -140,3 +147,72 @@ def test_kept_windows_are_those_before_a_boundary() -> None:
     assert needed_windows(nodes, [12], 5) == {names[1], names[2]}
     assert needed_windows(nodes, [13], 5) == {names[2], names[3]}
     assert needed_windows(nodes, [], 5) == set()
+
+
+# -- what is worth reading ----------------------------------------------------------------------
+
+
+def read(cost: ReadCost, now: list[float], nbytes: int, seconds: float) -> None:
+    with cost.measured(nbytes):
+        now[0] += seconds
+
+
+def test_small_files_do_not_make_large_ones_look_slow() -> None:
+    now = [100.0]
+    cost = ReadCost(clock=lambda: now[0])
+    assert cost.seconds_to_read(10**9) == 0
+    read(cost, now, 10**6, 1.0)
+    for _ in range(20):
+        read(cost, now, 1, 0.001)
+    assert cost.seconds_to_read(10**6) < 1.1
+
+
+def test_asking_how_fast_a_disk_is_does_not_change_the_answer() -> None:
+    now = [100.0]
+    cost = ReadCost(clock=lambda: now[0])
+    read(cost, now, 10**6, 1.0)
+    for _ in range(1000):
+        assert cost.seconds_to_read(10**6) > 0.1
+    assert cost.seconds_to_read(10**6) == pytest.approx(1.0)
+
+
+def test_a_slow_disk_is_tried_again_after_a_while_and_measured_anew() -> None:
+    now = [100.0]
+    cost = ReadCost(clock=lambda: now[0])
+    read(cost, now, 10**6, 1.0)
+    now[0] += 150
+    assert cost.seconds_to_read(10**6) > 0.1
+    now[0] += 60
+    assert cost.seconds_to_read(10**6) < 0.1
+    read(cost, now, 10**6, 1.0)
+    assert cost.seconds_to_read(10**6) > 0.1
+
+
+def test_readings_that_pay_for_a_connection_say_nothing() -> None:
+    cost = ReadCost(num_ignored=1)
+    for is_judged in (False, True):
+        with cost.measured(1):
+            pass
+        assert (cost.seconds_to_read(10**9) > 0) is is_judged
+
+
+def test_what_takes_longer_to_read_than_to_compute_is_computed(rig: MemoryRig) -> None:
+    tokens = list(range(8))
+    rig.seal(tokens)
+    rig.flush()
+    assert rig.spec == fake_spec(block_tokens=4)
+    nodes = sorted(rig.store.nodes(), key=lambda node: node.start)
+    rig.store.drop_payloads([WantedPart(nodes[1], LayerKind.FULL)])
+    fetch(rig.store, WantedPart(nodes[1], LayerKind.FULL)).result(60)
+    rig.store.drop_payloads([WantedPart(nodes[1], LayerKind.FULL)])
+    plan = rig.store.plan(ROOT, tokens)
+
+    def num_worth_reading(seconds_per_token: float, *begun: PartKey) -> int:
+        costs = rig.store.read_costs
+        return worth_reading(plan, ROOT, rig.spec, costs, seconds_per_token, begun).end
+
+    assert num_worth_reading(10**9) == 8
+    assert num_worth_reading(1e-30) == 4
+    assert num_worth_reading(0.0) == 8  # not measured yet
+    # What is being read for it already is not thought over.
+    assert num_worth_reading(1e-30, plan.parts[1].key) == 8

@@ -111,7 +111,7 @@ class AgentLives(RuleBasedStateMachine):
 
     @rule(nbytes=st.integers(0, 600))
     def take_memory(self, nbytes: int) -> None:
-        self.rig.store.release(self.reserved)
+        self.rig.store.unreserve(self.reserved)
         self.reserved = 0
         try:
             self.rig.store.reserve(nbytes)
@@ -193,7 +193,9 @@ class AgentLives(RuleBasedStateMachine):
         files = self.rig.files
         plan = self.rig.store.plan(ROOT, tokens[:-1])
         files.gate.clear()
-        reads = [held for wanted in plan.parts[:2] if (held := self.rig.store.loader.hold(wanted))]
+        reads = [
+            held for wanted in plan.parts[:2] if (held := self.rig.store.tiers.acquire(wanted))
+        ]
         sound = {key for key, (part, _) in files.files.items() if key == part.key} - files.bad
         self.rig.agents.delete(LOCAL_TENANT, name)
         self.rig.now[0] += 1000
@@ -204,7 +206,7 @@ class AgentLives(RuleBasedStateMachine):
         for held in reads:
             is_sound = held.wanted.key in sound
             assert held.future.exception(60) is None or not is_sound, "a leased file went"
-            self.rig.store.loader.let_go(held)
+            self.rig.store.tiers.release(held)
         del self.said[name], self.turns[name]
 
     # -- always ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.cache.restore_plan import WantedPart
 from semantic.application.cache.store import AgentCacheStore
-from semantic.application.cache.writer import DiskLimits, DiskTier, ReadCost
+from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.domain.agents import LOCAL_TENANT, Agent, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
@@ -352,66 +352,6 @@ def block(first: int) -> tuple[list[int], list[KVPayload]]:
 # -- reading ------------------------------------------------------------------------------------
 
 
-def read(cost: ReadCost, now: list[float], nbytes: int, seconds: float) -> None:
-    with cost.measured(nbytes):
-        now[0] += seconds
-
-
-def test_small_files_do_not_make_large_ones_look_slow() -> None:
-    now = [100.0]
-    cost = ReadCost(clock=lambda: now[0])
-    assert cost.seconds_to_read(10**9) == 0
-    read(cost, now, 10**6, 1.0)
-    for _ in range(20):
-        read(cost, now, 1, 0.001)
-    assert cost.seconds_to_read(10**6) < 1.1
-
-
-def test_asking_how_fast_a_disk_is_does_not_change_the_answer() -> None:
-    now = [100.0]
-    cost = ReadCost(clock=lambda: now[0])
-    read(cost, now, 10**6, 1.0)
-    for _ in range(1000):
-        assert not cost.is_read_in(10**6, 0.1)
-    assert cost.seconds_to_read(10**6) == pytest.approx(1.0)
-
-
-def test_a_slow_disk_is_tried_again_after_a_while_and_measured_anew() -> None:
-    now = [100.0]
-    cost = ReadCost(clock=lambda: now[0])
-    read(cost, now, 10**6, 1.0)
-    now[0] += 150
-    assert not cost.is_read_in(10**6, 0.1)
-    now[0] += 60
-    assert cost.is_read_in(10**6, 0.1)
-    read(cost, now, 10**6, 1.0)
-    assert not cost.is_read_in(10**6, 0.1)
-
-
-def test_readings_that_pay_for_a_connection_say_nothing() -> None:
-    cost = ReadCost(num_ignored=1)
-    for is_judged in (False, True):
-        with cost.measured(1):
-            pass
-        assert (cost.seconds_to_read(10**9) > 0) is is_judged
-
-
-def test_what_takes_longer_to_read_than_to_compute_is_computed(rig: MemoryRig) -> None:
-    tokens = list(range(8))
-    rig.seal(tokens)
-    rig.flush()
-    assert rig.spec == fake_spec(block_tokens=4)
-    nodes = sorted(rig.store.nodes(), key=lambda node: node.start)
-    rig.store.drop_payloads([WantedPart(nodes[1], LayerKind.FULL)])
-    fetch(rig.store, WantedPart(nodes[1], LayerKind.FULL)).result(60)
-    rig.store.drop_payloads([WantedPart(nodes[1], LayerKind.FULL)])
-    plan = rig.store.plan(ROOT, tokens)
-    assert rig.store.worth_reading(ROOT, plan, 10**9).end == 8
-    assert rig.store.worth_reading(ROOT, plan, 1e-30).end == 4
-    # What is being read for it already is not thought over.
-    assert rig.store.worth_reading(ROOT, plan, 1e-30, {plan.parts[1].key}).end == 8
-
-
 def test_closing_while_parts_wait_to_be_read_ends_and_loses_none_of_them(rig: MemoryRig) -> None:
     rig.talk("ann", list(range(400)))
     rig.flush()
@@ -431,7 +371,7 @@ def test_closing_while_parts_wait_to_be_read_ends_and_loses_none_of_them(rig: Me
     assert isinstance(late.exception(60), DrainingError)
     rig.files.gate.set()
     assert all(reading.result(60) for reading in busy)
-    await_that(lambda: not rig.store.loader.is_busy)
+    await_that(lambda: not rig.store.tiers.is_reading)
     assert rig.store.counts.corrupt == 0
     assert rig.files.files == before
 

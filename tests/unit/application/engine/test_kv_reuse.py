@@ -108,7 +108,7 @@ def test_a_request_that_waited_is_planned_again_without_what_was_evicted_meanwhi
     rig.step()
     room = rig.store.usage().available + rig.store.usage().idle
     rig.store.reserve(room)
-    rig.store.release(room)
+    rig.store.unreserve(room)
     rig.run()
     assert rig.num_reused("b") == 0
     rig.expect_alone(second)
@@ -173,7 +173,7 @@ def test_what_is_sealed_after_a_fork_has_its_own_chain() -> None:
     rig.step()
     # All blocks go, so that "b" forks instead of recalling.
     rig.store.reserve(rig.store.usage().available + rig.store.usage().idle)
-    rig.store.release(rig.store.usage().working - rig.backend.bytes_for([60]))
+    rig.store.unreserve(rig.store.usage().working - rig.backend.bytes_for([60]))
     rig.engine.reconfigure(EngineLimits(prefill_step_size=8))
     rig.submit(make_job("b", second, max_tokens=2, service_class=ServiceClass.BACKGROUND))
     rig.step()

@@ -7,8 +7,7 @@ import pytest
 
 from semantic.adapters.outbound.backends.fake import FakeBackend, fake_spec
 from semantic.application.cache.index import BlockIndex
-from semantic.application.cache.loader import HeldPart
-from semantic.application.cache.restore_plan import RestorePlan, WantedPart
+from semantic.application.cache.restore_plan import HeldPart, RestorePlan, WantedPart
 from semantic.application.engine import restore as restore_module
 from semantic.application.engine.restore import Restore
 from semantic.domain.blocks import PartKey, pack_tokens
@@ -34,7 +33,7 @@ class Source:
         self.held: dict[PartKey, HeldPart] = {}
         self.leased: Counter[PartKey] = Counter()
 
-    def hold(self, wanted: WantedPart) -> HeldPart | None:
+    def acquire(self, wanted: WantedPart) -> HeldPart | None:
         if len(self.held) >= self.room:
             return None
         self.asked.append(wanted.key)
@@ -42,7 +41,7 @@ class Source:
         self.arrive(*self.arrived)
         return held
 
-    def let_go(self, held: HeldPart) -> None:
+    def release(self, held: HeldPart) -> None:
         del self.held[held.wanted.key]
 
     def lease(self, parts: Sequence[WantedPart]) -> None:

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self, get_args, get_origin
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from semantic.application.cache.index import BlockNode, BlockPage
+from semantic.application.cache.index import BlockNode
+from semantic.application.cache.watch import BlockPage
 from semantic.domain.agents import Agent, Reuse, Tier
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import (
@@ -303,7 +304,6 @@ class ExplanationOut(View):
 
     @classmethod
     def about(cls, agent_id: str, explanation: Explanation) -> Self:
-        """Build the view of an explanation."""
         turn, divergence = explanation.turn, explanation.divergence
         return cls(
             agent_id=agent_id,

@@ -109,7 +109,7 @@ class Bench(EngineRig[FaultyBackend]):
         self.finish_reads()
         assert self.disk.flush(60)
         self.check()
-        assert self.store.usage().held == self.store.loader.num_bytes == 0
+        assert self.store.usage().held == self.store.tiers.reading_bytes == 0
         assert not any(node.num_leases for node in self.store.nodes())
 
     def finish_reads(self) -> None:
@@ -129,7 +129,7 @@ class Bench(EngineRig[FaultyBackend]):
                 for buffer in payload.buffers
             }
             outside = sum(data.nbytes for data in self.files.alive() if id(data) not in resident)
-            assert outside <= self.store.loader.num_bytes
+            assert outside <= self.store.tiers.reading_bytes
             assert usage.used <= usage.total
             self.most_outside = max(self.most_outside, outside)
 
@@ -291,7 +291,7 @@ def test_idle_copies_give_way_to_what_is_to_be_read(
     bench.run()
     bench.expect_alone(first, second)
     assert bench.num_read("q") == 4 * BLOCK_TOKENS
-    bench.store.release(taken)
+    bench.store.unreserve(taken)
 
 
 def test_two_that_starve_each_other_go_one_after_the_other(start: Start) -> None:
@@ -370,7 +370,7 @@ def test_a_prefetch_that_finds_no_room_is_left_out(start: Start) -> None:
     bench.disk.finish()
     assert not bench.disk.pending or bench.store.usage().used <= 4 * PART_BYTES
     bench.finish_reads()
-    bench.store.release(2 * PART_BYTES)
+    bench.store.unreserve(2 * PART_BYTES)
 
 
 def test_a_part_that_is_let_go_while_it_is_read_can_be_evicted(start: Start) -> None:
@@ -378,9 +378,9 @@ def test_a_part_that_is_let_go_while_it_is_read_can_be_evicted(start: Start) -> 
     start().serve(job)
     bench = start(2 * PART_BYTES)
     wanted = bench.store.plan(ROOT, job.tokens).parts[0]
-    held = bench.store.loader.hold(wanted)
+    held = bench.store.tiers.acquire(wanted)
     assert held is not None
-    bench.store.loader.let_go(held)
+    bench.store.tiers.release(held)
     bench.disk.finish()
     assert held.future.done() is False
     assert bench.store.usage().held == 0
@@ -393,14 +393,14 @@ def test_a_part_that_was_sealed_while_it_was_read_is_there_once(start: Start) ->
     start().serve(job)
     bench = start()
     wanted = bench.store.plan(ROOT, job.tokens).parts[0]
-    held = bench.store.loader.hold(wanted)
+    held = bench.store.tiers.acquire(wanted)
     assert held is not None
     part = bench.disk.pending[0][0]
     bench.store.seal(ROOT, ROOT, job.tokens[:BLOCK_TOKENS], [bench.files.read(part)])
     bench.disk.finish()
     assert held.future.result() is wanted.node.payloads[LayerKind.FULL]
     bench.check()
-    bench.store.loader.let_go(held)
+    bench.store.tiers.release(held)
     assert bench.store.usage().held == 0
 
 
@@ -411,13 +411,13 @@ def test_a_bad_part_fails_for_all_who_wait_and_holds_nothing(start: Start, tmp_p
         path.write_bytes(path.read_bytes()[:-1] + b"!")
     bench = start()
     wanted = bench.store.plan(ROOT, job.tokens).parts[0]
-    helds = [bench.store.loader.hold(wanted) for _ in range(2)]
+    helds = [bench.store.tiers.acquire(wanted) for _ in range(2)]
     assert len(bench.disk.pending) == 1
     bench.disk.finish()
     for held in helds:
         assert held is not None
         assert isinstance(held.future.exception(), CacheCorruptionError)
-        bench.store.loader.let_go(held)
+        bench.store.tiers.release(held)
     assert bench.store.counts.corrupt == 1
     assert bench.store.usage().used == 0
     assert WantedPart(wanted.node, LayerKind.FULL).node.files == {}
@@ -429,11 +429,11 @@ def test_a_read_that_is_cancelled_ends_for_all_who_wait(start: Start) -> None:
     start().serve(job)
     bench = start()
     wanted = bench.store.plan(ROOT, job.tokens).parts[0]
-    held = bench.store.loader.hold(wanted)
+    held = bench.store.tiers.acquire(wanted)
     assert held is not None
     assert bench.disk.pending.pop()[1].cancel()
     assert isinstance(held.future.exception(0), CacheCorruptionError)
-    bench.store.loader.let_go(held)
+    bench.store.tiers.release(held)
     assert bench.store.usage().used == 0
     assert wanted.node.num_leases == 0
     assert LayerKind.FULL in wanted.node.files  # it is sound
@@ -444,12 +444,12 @@ def test_a_part_that_cannot_be_kept_fails_for_all_who_wait(start: Start) -> None
     start().serve(job)
     bench = start()
     wanted = bench.store.plan(ROOT, job.tokens).parts[0]
-    held = bench.store.loader.hold(wanted)
+    held = bench.store.tiers.acquire(wanted)
     assert held is not None
     _, future = bench.disk.pending.pop()
     future.set_result(None)  # type: ignore[arg-type] # a defect of whoever reads
     assert held.future.exception(0) is not None
-    bench.store.loader.let_go(held)
+    bench.store.tiers.release(held)
     assert bench.store.usage().used == 0
     assert wanted.node.num_leases == 0
 
