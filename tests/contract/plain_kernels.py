@@ -109,7 +109,7 @@ class PlainKernels:
     def _keep(self, heads: Any, angles: Any, norms: Any, held: Any, places: Any) -> Any:
         import mlx.core as mx
 
-        from semantic.adapters.outbound.backends.mlx.cuda.rope import rotate
+        from semantic.adapters.outbound.backends.mlx.cuda.rope import apply_rope
 
         self.calls["keep"] += 1
         num_heads = heads.shape[1] - 2 * held.num_key_heads
@@ -118,7 +118,7 @@ class PlainKernels:
         if norms is not None:
             queries = mx.fast.rms_norm(queries, norms.query_factors, norms.eps)
             keys = mx.fast.rms_norm(keys, norms.key_factors, norms.eps)
-        queries, keys = rotate(angles, queries), rotate(angles, keys)
+        queries, keys = apply_rope(angles, queries), apply_rope(angles, keys)
         mx.eval(queries, keys, values, held.table)
         for row, (group, place, position, _) in enumerate(places.tolist()):
             memory = _memory(held, group, place, heads.shape[-1])

@@ -293,7 +293,7 @@ def test_a_snapshot_whose_window_or_state_is_gone(
     if subject.cuts_anywhere:
         assert {payload.end for payload in save(backend, run.seq, 0, 16)} == {16}
     else:
-        with pytest.raises(ValueError, match="gone"):
+        with pytest.raises(ValueError, match="do not hold"):
             save(backend, run.seq, 0, 16)
     assert run.finish() == alone(prompt(25))
 

@@ -139,7 +139,7 @@ def test_what_cannot_be_batched_runs_alone(mlx_model: GetModel) -> None:
     assert backend.spec.kinds == (LayerKind.FULL,)
     assert backend.spec.max_context == WINDOW
     one_group: Any = make_mlx(mlx_model("deepseek-v3"))
-    assert one_group._runner.batching.value == "rows of like length"
+    assert one_group._runner.batching.value == "rows of similar length"
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -241,7 +241,7 @@ def test_a_model_the_library_does_not_know_is_refused(mlx_model: GetModel, tmp_p
     config = json.loads((tmp_path / "copy" / "config.json").read_text())
     config["model_type"] = "unheard_of"
     (tmp_path / "copy" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidRequestError, match="does not know its model_type 'unheard_of'"):
+    with pytest.raises(InvalidRequestError, match="does not support model_type 'unheard_of'"):
         make_mlx(TinyModel(tmp_path / "copy", ModelCacheSpec.from_config(config)))
 
 

@@ -1,4 +1,4 @@
-"""Layers that run by our own kernels on CUDA: whatever was done before, as if computed fresh.
+"""Layers on the custom CUDA kernels give the same tokens as computed fresh, whatever ran before.
 
 The numbers have 16 bits, so that a token may fall either way; log-probabilities are compared.
 """
@@ -222,15 +222,15 @@ def test_norms_of_another_format_stay_the_librarys(
     require_mlx()
     import mlx.core as mx
 
-    from semantic.adapters.outbound.backends.mlx.cuda.tuning import use_own_blocks
+    from semantic.adapters.outbound.backends.mlx.cuda.tuning import use_custom_layers
 
     PlainKernels(monkeypatch)
     model = _load(tmp_path, LlamaConfig(**SIZES))._runner._model
-    assert use_own_blocks(model) == 0  # they are already
+    assert use_custom_layers(model) == 0  # they are already
     layer = model.layers[0]
     layer.__class__ = type(layer).__bases__[0]
     layer.input_layernorm.weight = layer.input_layernorm.weight.astype(mx.bfloat16)
-    assert use_own_blocks(model) == 0
+    assert use_custom_layers(model) == 0
 
 
 def test_kernels_that_are_wrong_are_not_used(

@@ -155,7 +155,7 @@ class Compute:
     def summary(self) -> str:
         """A short description for logs and messages.
 
-        >>> Compute("cpu", "float32", 2, "PyTorch", "it was asked for").summary
+        >>> Compute("cpu", "float32", 2, "PyTorch", "requested").summary
         'float32 on cpu, 2 threads'
         """
         plural = "" if self.num_threads == 1 else "s"

@@ -67,21 +67,17 @@ class SequenceBackend(ABC, Generic[SequenceT]):
 
     @property
     def spec(self) -> ModelCacheSpec:
-        """Geometry of the KV cache."""
         return self._spec
 
     @property
     def traits(self) -> Traits:
-        """Properties of the backend that the engine depends on."""
         return self._traits
 
     def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
-        """Open a sequence."""
         _check_ids(tokens, self._spec.vocab_size)
         self._add(seq, self._new_sequence(list(tokens)))
 
     def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
-        """Open a sequence with another sequence's first tokens."""
         source = self._sequences[src]
         if not 0 <= num_tokens <= source.length or not self._can_cut(source, num_tokens):
             return False
@@ -95,7 +91,7 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         """Truncate a sequence; to 0 tokens if windows or states do not reach back that far."""
         sequence = self._sequences[seq]
         if num_tokens < 0:
-            raise ValueError(f"a sequence cannot have {num_tokens} tokens")
+            raise ValueError(f"cannot truncate a sequence to {num_tokens} tokens")
         if num_tokens < sequence.length:
             self._cut(sequence, num_tokens if self._can_cut(sequence, num_tokens) else 0)
             # The tokens up to the cut stay known: KV cache may be loaded for them again.
@@ -103,7 +99,6 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         return sequence.length
 
     def close(self, seq: SequenceId) -> None:
-        """Close a sequence and free its KV cache."""
         self._sequences.pop(seq, None)
 
     def flush(self) -> None:
@@ -142,7 +137,9 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         sequence = self._sequences[seq]
         by_kind = sort_parts(parts, sequence.length, end, self._spec, self._traits.kv_abi)
         if end > len(sequence.known):
-            raise CacheCorruptionError(f"only {len(sequence.known)} of {end} tokens are known")
+            raise CacheCorruptionError(
+                f"cannot load {end} tokens: only {len(sequence.known)} token ids are known"
+            )
         return by_kind
 
     def _snapshot_start(self, sequence: SequenceT, start: int, end: int, kind: LayerKind) -> int:
@@ -158,7 +155,7 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         if kind is LayerKind.STATE:
             is_held = is_held and end == sequence.length and sequence.has_state
         if not is_held:
-            raise ValueError(f"the {kind.value} layers do not hold [{start}, {end}), or it is gone")
+            raise ValueError(f"the {kind.value} layers do not hold positions [{start}, {end})")
         return start
 
     def _sequence_of(self, chunk: Chunk) -> SequenceT:
@@ -171,10 +168,12 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         if sequence is None:
             raise InvalidRequestError(f"sequence {chunk.seq} is not open")
         if chunk.start != sequence.length:
-            raise InvalidRequestError(f"the chunk is at {chunk.start}, not {sequence.length}")
+            raise InvalidRequestError(
+                f"the chunk starts at {chunk.start}; the sequence ends at {sequence.length}"
+            )
         is_whole = self._has_window(sequence, sequence.length)
         if not is_whole or (self._has_state and not sequence.has_state):
-            raise InvalidRequestError("its window or state parts are not loaded")
+            raise InvalidRequestError("the sequence's window or state parts are not loaded")
         return sequence
 
     def _check_tokens(self, chunk: Chunk, *, has_sampled: bool) -> None:
@@ -185,9 +184,9 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         """
         if chunk.tokens is LAST_SAMPLED:
             if not has_sampled:
-                raise InvalidRequestError("nothing was sampled here")
+                raise InvalidRequestError("the sequence has no last sampled token")
         elif not chunk.tokens:
-            raise InvalidRequestError("the chunk is empty")
+            raise InvalidRequestError("the chunk has no tokens")
         else:
             _check_ids(chunk.tokens, self._spec.vocab_size)
         if chunk.draft:
@@ -196,7 +195,7 @@ class SequenceBackend(ABC, Generic[SequenceT]):
 
     def _add(self, seq: SequenceId, sequence: SequenceT) -> None:
         if seq in self._sequences:
-            raise ValueError(f"sequence {seq} is open")
+            raise ValueError(f"sequence {seq} is already open")
         self._sequences[seq] = sequence
 
 
@@ -221,15 +220,13 @@ class DoneTickets:
     """Returns what a ticket holds: all work was complete when the ticket was created."""
 
     def collect(self, ticket: Ticket) -> StepOutput:
-        """Return the result of `launch`."""
         if not isinstance(ticket, StepTicket):
-            raise TypeError("not the ticket of a step of this backend")
+            raise TypeError("not a step ticket of this backend")
         return ticket.output
 
     def payload(self, ticket: Ticket) -> KVPayload:
-        """Return the result of `snapshot`."""
         if not isinstance(ticket, PayloadTicket):
-            raise TypeError("not the ticket of a snapshot of this backend")
+            raise TypeError("not a snapshot ticket of this backend")
         return ticket.payload
 
 
@@ -258,7 +255,7 @@ def make_rows(step: Step, make: Callable[[Chunk], RowT]) -> list[RowT | RowFaile
     for chunk in step.chunks:
         try:
             if chunk.seq in seen:
-                raise InvalidRequestError("the sequence is in the step already")
+                raise InvalidRequestError("the sequence occurs twice in the step")
             seen.add(chunk.seq)
             rows.append(make(chunk))
         except (InvalidRequestError, BackendError) as error:
@@ -286,20 +283,26 @@ def sort_parts(
     """
     for part in parts:
         if part.abi != abi:
-            raise CacheCorruptionError(f"a payload of {part.abi} cannot be loaded")
+            raise CacheCorruptionError(
+                f"cannot load a payload with ABI {part.abi}; this backend uses {abi}"
+            )
         if part.kind not in spec.kinds or not 0 <= part.start < part.end:
-            raise CacheCorruptionError(f"a {part.kind.value} payload does not belong here")
+            raise CacheCorruptionError(
+                f"cannot load a {part.kind.value} payload at [{part.start}, {part.end})"
+            )
     full = tuple(part for part in parts if part.kind is LayerKind.FULL)
     window = tuple(part for part in parts if part.kind is LayerKind.WINDOW)
     state = next((part for part in parts if part.kind is LayerKind.STATE), None)
     if full and full[0].start != length:
-        raise CacheCorruptionError(f"a payload from {full[0].start} does not follow {length}")
+        raise CacheCorruptionError(
+            f"the first payload starts at {full[0].start}; expected {length}"
+        )
     if full or LayerKind.FULL in spec.kinds:
         _check_run(full, length, end)
     if window or (end > length and LayerKind.FULL not in spec.kinds and spec.window):
         _check_run(window, max(0, end - spec.window), end)
     if state is not None and state.end != end:
-        raise CacheCorruptionError(f"the state at {state.end} is not that of {end}")
+        raise CacheCorruptionError(f"the state payload ends at {state.end}; expected {end}")
     return SortedParts(full, window, state)
 
 
@@ -308,27 +311,22 @@ def _check_run(parts: Sequence[KVPayload], start: int, end: int) -> None:
     position = min(start, parts[0].start) if parts else start
     for part in parts:
         if part.start != position or position >= end:
-            raise CacheCorruptionError(f"a payload from {part.start} does not follow {position}")
+            raise CacheCorruptionError(f"a payload starts at {part.start}; expected {position}")
         position = part.end
     if position < end:
-        raise CacheCorruptionError(f"payloads reach {position} and not {end}")
+        raise CacheCorruptionError(f"payloads end at {position}; expected {end}")
 
 
 def _check_ids(tokens: Sequence[int], vocab_size: int) -> None:
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
-        raise InvalidRequestError(f"a token id is not in [0, {vocab_size})", param="tokens")
+        raise InvalidRequestError(f"token ids must be in [0, {vocab_size})", param="tokens")
 
 
 def _check_draft(chunk: Chunk, max_draft: int) -> None:
-    """Check that the draft tokens can be verified.
-
-    Raises:
-        InvalidRequestError: they cannot.
-    """
     if len(chunk.draft) > max_draft or chunk.draw is None or chunk.tokens is LAST_SAMPLED:
-        raise InvalidRequestError(f"{len(chunk.draft)} guesses cannot be checked here")
+        raise InvalidRequestError(f"cannot verify {len(chunk.draft)} draft tokens in this chunk")
     if len(chunk.masks) not in (0, len(chunk.draft)):
-        raise InvalidRequestError("each guess needs a mask, or none does")
+        raise InvalidRequestError("either every draft token has a mask, or none")
 
 
 def verify(
@@ -343,8 +341,8 @@ def verify(
     first, *later = chunk.draws
     accepted: list[Sampled] = []
     drawn = Sampled(chunk.seq, *draw_at(0, first))
-    for index, (guess, draw) in enumerate(zip(chunk.draft, later, strict=True), 1):
-        if drawn.token != guess:
+    for index, (draft_token, draw) in enumerate(zip(chunk.draft, later, strict=True), 1):
+        if drawn.token != draft_token:
             break
         accepted.append(drawn)
         drawn = Sampled(chunk.seq, *draw_at(index, draw))

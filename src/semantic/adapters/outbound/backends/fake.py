@@ -168,7 +168,6 @@ class FakeBackend(EagerBackend[_Sequence]):
         return len(self._sequences)
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
-        """Append KV cache from payloads."""
         sequence, by_kind = self._sequences[seq], self._sort_parts(seq, parts, end)
         full = [entry for part in by_kind.full for entry in _entries(part)]
         window = [entry for part in by_kind.window for entry in _entries(part)]
@@ -182,7 +181,6 @@ class FakeBackend(EagerBackend[_Sequence]):
             sequence.state = state
 
     def launch(self, step: Step) -> Ticket:
-        """Compute a step synchronously."""
         return StepTicket(StepOutput(tuple(make_rows(step, self._run))))
 
     def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
@@ -195,7 +193,6 @@ class FakeBackend(EagerBackend[_Sequence]):
         return tuple(sums)
 
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
-        """Copy KV cache."""
         sequence = self._sequences[seq]
         start = self._snapshot_start(sequence, start, end, kind)
         return PayloadTicket(
@@ -203,19 +200,15 @@ class FakeBackend(EagerBackend[_Sequence]):
         )
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """Return four bytes per token and layer, as the spec defines."""
         return sum(self._spec.bytes_per_context(length) for length in lengths)
 
     def memory(self) -> int:
-        """Return `bytes_for` of all sequences."""
         return self.bytes_for([s.length for s in self._sequences.values()])
 
     def device_memory(self) -> DeviceMemory | None:
-        """Return None: there is no device."""
         return None
 
     def shutdown(self) -> None:
-        """Drop all sequences."""
         self._sequences.clear()
 
     # -- one row --------------------------------------------------------------------------------
@@ -278,14 +271,14 @@ def _ids_buffer(name: str, ids: Sequence[int]) -> HostBuffer:
 def _entries(part: KVPayload) -> "array[int]":
     (buffer,) = part.buffers or (None,)
     if buffer is None or memoryview(buffer.data).nbytes != 4 * (part.end - part.start):
-        raise CacheCorruptionError("a payload has the wrong size")
+        raise CacheCorruptionError("payload has the wrong size")
     return array("I", bytes(buffer.data))
 
 
 def _state_of(part: KVPayload) -> int:
     data = b"".join(bytes(buffer.data) for buffer in part.buffers)
     if len(data) != 8:
-        raise CacheCorruptionError("a payload has the wrong size")
+        raise CacheCorruptionError("payload has the wrong size")
     (state,) = struct.unpack("<Q", data)
     return int(state)
 
@@ -296,20 +289,17 @@ class FakeModels:
     NAMES = ("fake", "fake-2")
 
     def entries(self) -> list[ModelEntry]:
-        """Return the fake models."""
         return [ModelEntry(name, name, "fake", fits=True) for name in self.NAMES]
 
     def find(self, source: str) -> ModelEntry:
-        """Return a fake model by its name."""
         for entry in self.entries():
             if entry.id == source:
                 return entry
         raise ModelNotFoundError(
-            f"there is no model {source!r}; the fake backend has {' and '.join(self.NAMES)}."
+            f"unknown model {source!r}; the fake backend has {' and '.join(self.NAMES)}."
         )
 
     def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:  # noqa: ARG002
-        """Return the entry; there is nothing to download."""
         return self.find(entry.source)
 
 
@@ -333,15 +323,12 @@ class FakeTokenizer:
         return ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Tokenise; there is no begin-of-text token."""
         return self.encode(text)
 
     def encode_plain(self, text: str, *, is_start: bool = False) -> list[int]:  # noqa: ARG002
-        """Return the text's bytes."""
         return list(text.encode())
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the byte of a token; empty for special tokens."""
         return bytes((token,)) if 0 <= token < END_TOKEN else b""
 
     def render_chat(
@@ -354,5 +341,5 @@ class FakeTokenizer:
         is_thinking: bool | None = None,  # noqa: ARG002
     ) -> str:
         """Write each message as role, newline, content between the special tokens."""
-        turns = [f"<|start|>{m['role']}\n{m['content']}<|end|>" for m in messages]
-        return "".join(turns) + ("<|start|>assistant\n" if add_generation_prompt else "")
+        messages_text = [f"<|start|>{m['role']}\n{m['content']}<|end|>" for m in messages]
+        return "".join(messages_text) + ("<|start|>assistant\n" if add_generation_prompt else "")

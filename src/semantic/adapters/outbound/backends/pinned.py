@@ -76,14 +76,12 @@ class FreePieces:
 
     @property
     def num_free(self) -> int:
-        """Free bytes."""
         return sum(size for _, size in self._free)
 
     def add_slab(self, address: int, size: int) -> None:
-        """Add a free slab."""
         insort(self._slabs, (address, size))
         self._starts.add(address)
-        self.give_back(address, size)
+        self.free(address, size)
 
     def holds(self, address: int, num_bytes: int) -> bool:
         """Whether a range lies within one slab."""
@@ -93,7 +91,7 @@ class FreePieces:
         start, size = self._slabs[place]
         return address + num_bytes <= start + size
 
-    def take(self, size: int) -> int | None:
+    def allocate(self, size: int) -> int | None:
         """Allocate from the first piece that is large enough; returns the address, or None."""
         place = next((i for i, (_, free) in enumerate(self._free) if free >= size), None)
         if place is None:
@@ -103,7 +101,7 @@ class FreePieces:
             self._free.insert(place, (address + size, free - size))
         return address
 
-    def give_back(self, start: int, size: int) -> None:
+    def free(self, start: int, size: int) -> None:
         """Free a piece and join it with free neighbours in its slab."""
         place, end = bisect_left(self._free, (start, 0)), start + size
         if place < len(self._free) and self._free[place][0] == end and end not in self._starts:
@@ -138,10 +136,10 @@ class PinnedMemory:
     def allocate(self, num_bytes: int) -> memoryview | None:
         """Allocate a page-aligned piece; None if no more memory can be pinned."""
         size = max(-(-num_bytes // _PAGE), 1) * _PAGE
-        address = self._take(size)
+        address = self._allocate(size)
         if address is None:
             self._grow(max(size, self._slab_bytes))
-            address = self._take(size)  # also succeeds if the other thread has pinned a slab
+            address = self._allocate(size)  # also succeeds if the other thread has pinned a slab
         if address is None:
             return None
         piece = (ctypes.c_ubyte * num_bytes).from_address(address)
@@ -153,7 +151,6 @@ class PinnedMemory:
         self._has_time.set()
 
     def holds(self, address: int, num_bytes: int) -> bool:
-        """Whether a range lies within one pinned slab."""
         with self._lock:
             return self._pieces.holds(address, num_bytes)
 
@@ -161,7 +158,7 @@ class PinnedMemory:
     def num_free(self) -> int:
         """Bytes that are pinned and not in use."""
         with self._lock:
-            self._take_back()
+            self._collect_freed()
             return self._pieces.num_free
 
     # -- inside ---------------------------------------------------------------------------------
@@ -171,14 +168,14 @@ class PinnedMemory:
         with self._lock:
             return self._pieces.num_bytes
 
-    def _take(self, size: int) -> int | None:
+    def _allocate(self, size: int) -> int | None:
         with self._lock:
-            self._take_back()
-            return self._pieces.take(size)
+            self._collect_freed()
+            return self._pieces.allocate(size)
 
-    def _take_back(self) -> None:
+    def _collect_freed(self) -> None:
         while self._returned:
-            self._pieces.give_back(*self._returned.popleft())
+            self._pieces.free(*self._returned.popleft())
 
     def _grow(self, size: int) -> bool:
         """Pin one more slab; False if that fails or exceeds the limit."""
@@ -194,7 +191,7 @@ class PinnedMemory:
             address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
             _touch(address, size)
             if not self._pin(address, size):
-                _LOG.warning("no more host memory can be pinned; copies will be slower")
+                _LOG.warning("cannot pin more host memory; further copies are slower")
                 self._limit = 0
                 return False
             with self._lock:

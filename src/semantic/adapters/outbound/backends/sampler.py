@@ -31,11 +31,11 @@ def sample(
         BackendError: the row contains NaN, or the mask allows no token.
     """
     if not np.isfinite(logits.max()):
-        raise BackendError("the model produced logits that are not numbers")
+        raise BackendError("the model returned logits that are NaN or infinite")
     position = len(known) if position is None else position
     adjusted = _adjust(logits, draw, known, position)
     if adjusted.max() == -np.inf:
-        raise BackendError("no token is allowed here")
+        raise BackendError("the grammar or mask allows no token")
     if draw.params.is_greedy:
         token = int(adjusted.argmax())
     else:
@@ -78,7 +78,7 @@ def _penalise(
 
 def _pick(logits: Logits, params: SamplingParams, position: int) -> int:
     if params.seed is None:
-        raise BackendError("a sampled row needs a seed")
+        raise BackendError("sampling with a temperature requires a seed")
     tokens, weights = _candidates(logits, params)
     cumulative = np.cumsum(weights)
     # Always below the last sum, even after rounding: a uniform number is at most 1 - 2**-53.

@@ -32,17 +32,17 @@ class PiecesMachine(RuleBasedStateMachine):
         self.pieces.add_slab(*slab)
 
     @rule(size=st.integers(1, 10))
-    def take(self, size: int) -> None:
-        address = self.pieces.take(size)
+    def allocate(self, size: int) -> None:
+        address = self.pieces.allocate(size)
         if address is not None:
             assert self.pieces.holds(address, size)
             self.taken.append((address, size))
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
+    def free(self, data: st.DataObject) -> None:
         place = data.draw(st.integers(0, len(self.taken) - 1))
-        self.pieces.give_back(*self.taken.pop(place))
+        self.pieces.free(*self.taken.pop(place))
 
     @invariant()
     def pieces_lie_in_one_slab_and_apart(self) -> None:
@@ -56,9 +56,9 @@ class PiecesMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """All that was taken comes back, and each slab can be had as a whole again."""
         for piece in self.taken:
-            self.pieces.give_back(*piece)
+            self.pieces.free(*piece)
         sizes = sorted((size for _, size in self.slabs), reverse=True)
-        found = {self.pieces.take(size) for size in sizes}
+        found = {self.pieces.allocate(size) for size in sizes}
         assert found == {start for start, _ in self.slabs}
 
 
@@ -69,11 +69,11 @@ def test_a_piece_never_reaches_into_an_adjacent_slab() -> None:
     pieces = FreePieces()
     pieces.add_slab(100, 10)
     pieces.add_slab(110, 10)
-    assert pieces.take(11) is None
-    assert (pieces.take(10), pieces.take(10)) == (100, 110)
-    pieces.give_back(110, 10)
-    pieces.give_back(100, 10)
-    assert pieces.take(11) is None
+    assert pieces.allocate(11) is None
+    assert (pieces.allocate(10), pieces.allocate(10)) == (100, 110)
+    pieces.free(110, 10)
+    pieces.free(100, 10)
+    assert pieces.allocate(11) is None
     assert not pieces.holds(105, 10)
 
 

@@ -49,7 +49,7 @@ _DEVICE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)
-class StepTicket:
+class MlxStepTicket:
     """A launched step.
 
     Attributes:
@@ -93,7 +93,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         cuda.bound_unused_memory()
         self._num_steps = 0
         self._held: list[object] = []
-        self._num_under_way = 0
+        self._num_running = 0
         memory = loaded.memory
         self._transfer = None if memory is None else Transfer(memory)
         if self._transfer is not None:
@@ -114,7 +114,6 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         return cls(loading.load(directory, spec, options or MlxOptions()))
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
-        """Append KV cache from payloads."""
         sequence, layout = self._sequences[seq], self._runner.layout
         by_kind = self._sort_parts(seq, parts, end)
         if not parts:
@@ -143,7 +142,6 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             mx.eval(sequence.group_row()[0].arrays)
 
     def launch(self, step: Step) -> Ticket:
-        """Enqueue a step."""
         try:
             rows = make_rows(step, self._pending)
             outputs = self._runner.run([r for r in rows if isinstance(r, PendingRow)])
@@ -152,26 +150,24 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             if self._num_steps % _CLEAR_INTERVAL == 0 and not cuda.is_in_use():
                 mx.clear_cache()
         except _DEVICE_ERRORS as error:
-            raise BackendError(f"the device failed: {error}") from error
+            raise BackendError(f"device error: {error}") from error
         held, self._held = tuple(self._held), []
-        self._num_under_way += 1
-        return StepTicket(tuple(rows), held)
+        self._num_running += 1
+        return MlxStepTicket(tuple(rows), held)
 
     def collect(self, ticket: Ticket) -> StepOutput:
-        """Wait for a step's tokens."""
-        if not isinstance(ticket, StepTicket):
-            raise TypeError("not the ticket of a step of this backend")
-        self._num_under_way -= 1
+        if not isinstance(ticket, MlxStepTicket):
+            raise TypeError("not a step ticket of this backend")
+        self._num_running -= 1
         try:
             output = StepOutput(tuple(self._finish(row) for row in ticket.rows))
         except _DEVICE_ERRORS as error:
-            raise BackendError(f"the device failed: {error}") from error
+            raise BackendError(f"device error: {error}") from error
         if all(isinstance(row, RowFailed) for row in output.rows):
             self._held += ticket.held  # perhaps no row has waited for the step
         return output
 
     def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Run the model without its head; returns the sum of the hidden states."""
         row = self._pending(Chunk(seq, start, tuple(tokens)))
         sequence = row.sequence
         try:
@@ -179,41 +175,41 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             sums = mx.sum(hidden.astype(mx.float32), axis=0)
             mx.eval(sums, sequence.group_row()[0].arrays)
         except _DEVICE_ERRORS as error:
-            raise BackendError(f"the device failed: {error}") from error
+            raise BackendError(f"device error: {error}") from error
         sequence.known[start : start + len(tokens)] = tokens
         values: list[float] = sums.tolist()
         return tuple(values)
 
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
-        """Start to copy KV cache."""
         sequence = self._sequences[seq]
         start = self._snapshot_start(sequence, start, end, kind)
         copies = payloads.copy_out(
-            *(self._runner.layout, sequence, range(start, end), kind),
-            *(self._transfer, self._runner.latest),
+            self._runner.layout,
+            sequence,
+            range(start, end),
+            kind,
+            self._transfer,
+            self._runner.latest,
         )
         if self._transfer is not None:
             sequence.copying = self._transfer.asked
         return SnapshotTicket(self._traits.kv_abi, kind, start, end, copies)
 
     def payload(self, ticket: Ticket) -> KVPayload:
-        """Wait for a snapshot."""
         if not isinstance(ticket, SnapshotTicket):
-            raise TypeError("not the ticket of a snapshot of this backend")
+            raise TypeError("not a snapshot ticket of this backend")
         return ticket.payload()
 
     def flush(self) -> None:
-        """Start the requested copies on the device."""
         if self._transfer is not None:
             try:
                 self._transfer.flush()
             except _DEVICE_ERRORS as error:
-                _LOG.warning("state could not be copied: %s", error)
+                _LOG.warning("failed to copy KV cache to the host: %s", error)
 
     def close(self, seq: SequenceId) -> None:
-        """Close a sequence and free its KV cache."""
         if (sequence := self._sequences.get(seq)) is not None:
-            self._let_go(sequence)
+            self._release(sequence)
         super().close(seq)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
@@ -222,7 +218,6 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         return sum(layout.nbytes(capacity_for(length)) for length in lengths if length)
 
     def memory(self) -> int:
-        """Return the size of all sequences' arrays in bytes."""
         return self._runner.groups.nbytes([*self._sequences.values()])
 
     def device_memory(self) -> DeviceMemory | None:
@@ -260,9 +255,9 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         if chunk.draw is not None:
             for draw in chunk.draws:
                 check_draw(draw, self._spec.vocab_size)
-        return PendingRow(chunk, sequence, draft=self._checkable(chunk, sequence))
+        return PendingRow(chunk, sequence, draft=self._verifiable(chunk, sequence))
 
-    def _checkable(self, chunk: Chunk, sequence: MlxSequence) -> tuple[int, ...]:
+    def _verifiable(self, chunk: Chunk, sequence: MlxSequence) -> tuple[int, ...]:
         """Return the draft tokens that fit the sequence's arrays; only decoded tokens have any."""
         if not chunk.draft or chunk.num_tokens > 1 or not sequence.length:
             return ()
@@ -290,15 +285,15 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             sequence.copying.settle()
         sequence.length, sequence.last_token = num_tokens, None
         if num_tokens == 0:
-            self._let_go(sequence)
+            self._release(sequence)
             sequence.window_start, sequence.has_state = 0, True
 
-    def _let_go(self, sequence: MlxSequence) -> None:
+    def _release(self, sequence: MlxSequence) -> None:
         """Drop a sequence's arrays after the running steps are computed.
 
         MLX would reuse their memory for a copy on the other stream while this stream still writes
         it.
         """
-        if sequence.group is not None and (self._num_under_way or self._held):
+        if sequence.group is not None and (self._num_running or self._held):
             self._held.append(sequence.group.arrays)
         self._runner.groups.remove(sequence)

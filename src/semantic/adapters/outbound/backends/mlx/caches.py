@@ -59,7 +59,7 @@ class Part:
         ]
 
 
-class Layout:
+class CacheLayout:
     """All parts of a model, and how the library nests them."""
 
     def __init__(self, make_caches: Callable[[], list[Any]], caches: Sequence[Any]) -> None:
@@ -166,22 +166,22 @@ def roll(ordered: Array, length: int, window: int, size: int) -> Array:
 def geometry_mismatch(parts: Sequence[Part], layers: Sequence[LayerSpec]) -> str | None:
     """Describe how the library's caches differ from the config's geometry; None if they match."""
     if len(parts) != len(layers):
-        return f"mlx-lm keeps {len(parts)} caches, not {len(layers)}"
+        return f"mlx-lm creates {len(parts)} caches; the config describes {len(layers)} layers"
     for place, (part, layer) in enumerate(zip(parts, layers, strict=True)):
         if part.kind is not layer.kind or part.window != layer.window:
-            return f"mlx-lm keeps another kind of cache for layer {place}"
+            return f"mlx-lm's cache of layer {place} is of another kind than the config describes"
         if part.kind is LayerKind.STATE:
             is_alike = sum(map(_product, part.shapes)) == layer.state_elements
         else:
             heads = layer.num_kv_heads
             is_alike = part.shapes == ((heads, layer.key_dim), (heads, layer.value_dim))
         if not is_alike:
-            return f"layer {place} keeps {part.shapes}, not what its config says"
+            return f"the cache shape {part.shapes} of layer {place} does not match the config"
     kinds = {part.kind for part in parts}
     if any(
         len({(p.shapes, p.dtypes, p.window) for p in parts if p.kind is kind}) > 1 for kind in kinds
     ):
-        return "its layers keep state of different shapes"
+        return "its layers have caches of different shapes"
     return None
 
 
@@ -196,7 +196,7 @@ def _part_of(leaf: Any) -> Part:
         kind = LayerKind.WINDOW if window else LayerKind.FULL
         shapes = tuple((array.shape[1], array.shape[3]) for array in arrays)
     else:
-        raise ValueError(f"it keeps a {type(leaf).__name__}, which cannot be saved and restored")
+        raise ValueError(f"its cache type {type(leaf).__name__} cannot be saved and restored")
     return Part(kind, window, shapes, tuple(array.dtype for array in arrays))
 
 

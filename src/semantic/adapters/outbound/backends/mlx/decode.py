@@ -17,14 +17,14 @@ import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.caches import (
     Array,
-    Layout,
+    CacheLayout,
     Part,
     concatenate_rows,
     library,
 )
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda import prompts
-from semantic.adapters.outbound.backends.mlx.cuda.attention import Plan
+from semantic.adapters.outbound.backends.mlx.cuda.attention import AttentionPlan
 from semantic.adapters.outbound.backends.mlx.cuda.decode import KernelStep
 from semantic.adapters.outbound.backends.mlx.groups import GroupStep
 from semantic.domain.spec import LayerKind
@@ -113,7 +113,7 @@ class AttentionView:
         return written[0], written[1]
 
 
-class StateView:
+class RecurrentView:
     """Replaces a cache of recurrent arrays for all rows of a step."""
 
     lengths = None
@@ -144,7 +144,7 @@ class StateView:
 
 
 def views(
-    layout: Layout,
+    layout: CacheLayout,
     caches: Sequence[Any],
     steps: Sequence[GroupStep],
     kernels: KernelStep,
@@ -155,7 +155,7 @@ def views(
     flat: list[Any] = []
     for place, part in enumerate(layout.parts):
         if part.kind is LayerKind.STATE:
-            flat.append(StateView(place, steps))
+            flat.append(RecurrentView(place, steps))
         else:
             flat.append(AttentionView(place, part, steps, offset, kernels))
     nested: list[Any] = []
@@ -174,7 +174,7 @@ class CompiledSteps:
     `mx.compile` can reuse the graph.
     """
 
-    def __init__(self, model: Any, layout: Layout, nesting: Sequence[Any]) -> None:
+    def __init__(self, model: Any, layout: CacheLayout, nesting: Sequence[Any]) -> None:
         self._model = model
         self._layout = layout
         self._nesting = nesting
@@ -212,7 +212,9 @@ class CompiledSteps:
         firsts = [sum(row < r for row in rows) for r in range(num_rows + 1)]
         chunks = mx.array([(row, 0, 1, 0) for row in rows], mx.int32)
         places, zeros = mx.zeros((num_rows, 4), mx.int32), mx.zeros(num_rows, mx.int32)
-        given = _given(zeros, zeros, Plan(chunks, mx.array(firsts, mx.int32), places), table)
+        given = _given(
+            zeros, zeros, AttentionPlan(chunks, mx.array(firsts, mx.int32), places), table
+        )
         mx.eval(self._remembered(_sizes(given))(*given))
 
     def _remembered(self, key: tuple[int, ...]) -> Any:
@@ -234,13 +236,13 @@ class CompiledSteps:
     ) -> Array:
         """Compute a step from its inputs alone, without references to sequences."""
         part = self._layout.parts[0]
-        plans = {(part.window, part.shapes[0][0]): Plan(chunks, firsts, places)}
+        plans = {(part.window, part.shapes[0][0]): AttentionPlan(chunks, firsts, places)}
         kernels = KernelStep((), positions, lambda _: table, plans)
         caches = views(self._layout, self._nesting, (), kernels)
         return self._model(tokens[:, None], cache=caches)[:, -1]
 
 
-def _given(tokens: Array, positions: Array, plan: Plan, table: Array) -> list[Array]:
+def _given(tokens: Array, positions: Array, plan: AttentionPlan, table: Array) -> list[Array]:
     places = [] if plan.places is None else [plan.places]
     return [tokens, positions, plan.chunks, plan.firsts, table, *places]
 

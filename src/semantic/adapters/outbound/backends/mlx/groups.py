@@ -18,7 +18,13 @@ from typing import Optional
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.backends.mlx.caches import Array, Arrays, Layout, Part, capacity_for
+from semantic.adapters.outbound.backends.mlx.caches import (
+    Array,
+    Arrays,
+    CacheLayout,
+    Part,
+    capacity_for,
+)
 from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_attention
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import Copying
@@ -52,7 +58,7 @@ class MlxSequence:
     def group_row(self) -> tuple["Group", int]:
         """Return its group and its row there."""
         if self.group is None:
-            raise ValueError("the sequence holds nothing")
+            raise ValueError("the sequence holds no KV cache")
         return self.group, self.group.members.index(self)
 
 
@@ -80,7 +86,7 @@ class RowGroups:
             arrays; if not, each keeps its own.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
         self.are_joined = True
         self._left: list[Group] = []
@@ -96,13 +102,13 @@ class RowGroups:
     def isolate(self, sequence: MlxSequence, capacity: int) -> Group:
         """Give a sequence its own arrays with at least this capacity."""
         if sequence.group is None:
-            return _settle_in(sequence, Group(capacity, self.layout.zeros(capacity)))
+            return _add_to_group(sequence, Group(capacity, self.layout.zeros(capacity)))
         group, row = sequence.group_row()
         capacity = max(capacity, group.capacity)
         if len(group.members) > 1:
             arrays = _gather([(group, row)])
             self.remove(sequence)
-            group = _settle_in(sequence, Group(group.capacity, arrays))
+            group = _add_to_group(sequence, Group(group.capacity, arrays))
         group.table = None  # the caller is about to change the arrays
         if capacity > group.capacity:
             group.arrays = self.layout.fit(group.arrays, capacity)
@@ -133,7 +139,7 @@ class RowGroups:
             mx.async_eval(fitted)
         else:
             fitted = self.layout.fit(arrays if is_alone else _gather([(group, row)]), capacity)
-        _settle_in(target, Group(capacity, fitted))
+        _add_to_group(target, Group(capacity, fitted))
 
     def remove(self, sequence: MlxSequence) -> None:
         """Drop a sequence's arrays; the next step compacts the rest of its group."""
@@ -153,7 +159,7 @@ class RowGroups:
             by_capacity.setdefault(sequence.group_row()[0].capacity, []).append(sequence)
             sequence.last_step = step
         # Now, before the custom kernels write: a later gather would not wait for their writes.
-        self._close_up()
+        self._compact()
         if not self.are_joined:
             return [sequence.group_row()[0] for sequence in sequences]
         return [
@@ -177,7 +183,7 @@ class RowGroups:
         self._moved.clear()
         return arrays
 
-    def _close_up(self) -> None:
+    def _compact(self) -> None:
         """Compact all groups that sequences have left."""
         for group in self._left:
             self._keep_rest(group, {None})
@@ -200,7 +206,7 @@ class RowGroups:
         for group in groups.values():
             self._keep_rest(group, {None, *together})
         for member in together:
-            _settle_in(member, joined)
+            _add_to_group(member, joined)
         return joined
 
     def _keep_rest(self, group: Group, gone: Collection[MlxSequence | None]) -> None:
@@ -212,7 +218,7 @@ class RowGroups:
         group.members = [group.members[row] for row in rows]
 
 
-def _settle_in(sequence: MlxSequence, group: Group) -> Group:
+def _add_to_group(sequence: MlxSequence, group: Group) -> Group:
     group.members.append(sequence)
     sequence.group = group
     return group
@@ -270,9 +276,9 @@ class GroupStep:
     all_positions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        guesses = [(r, g) for r, size in enumerate(self.drafts) for g in range(1, size + 1)]
-        self.rows = [*range(len(self.positions)), *(row for row, _ in guesses)]
-        self.all_positions = [*self.positions, *(self.positions[r] + g for r, g in guesses)]
+        drafted = [(r, d) for r, size in enumerate(self.drafts) for d in range(1, size + 1)]
+        self.rows = [*range(len(self.positions)), *(row for row, _ in drafted)]
+        self.all_positions = [*self.positions, *(self.positions[r] + d for r, d in drafted)]
 
     def pad(self, num_rows: int) -> bool:
         """Add unused rows, which write to the position of the next token.
@@ -290,7 +296,6 @@ class GroupStep:
 
     @property
     def is_drafted(self) -> bool:
-        """Whether there are draft tokens."""
         return len(self.rows) > len(self.positions)
 
     @property

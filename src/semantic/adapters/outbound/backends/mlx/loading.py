@@ -80,7 +80,9 @@ def choose_device(device: Device) -> None:
     """
     has_cuda = mx.cuda.is_available()
     if device == "cuda" and not has_cuda:
-        raise InvalidRequestError("device cuda: MLX finds no CUDA device here", param="device")
+        raise InvalidRequestError(
+            "device cuda: MLX finds no CUDA device on this machine", param="device"
+        )
     has_gpu = has_cuda or mx.metal.is_available()
     mx.set_default_device(mx.gpu if has_gpu and device != "cpu" else mx.cpu)
 
@@ -121,8 +123,9 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
         reason = str(error)
         if reason.startswith("Model type "):  # replace "... not supported." by advice
             reason = (
-                f"the installed mlx-lm does not know its model_type {config.get('model_type')!r}. "
-                "Take another model, --backend torch, or a version of mlx-lm that knows it."
+                "the installed mlx-lm does not support model_type "
+                f"{config.get('model_type')!r}. Use another model, --backend torch, or a version "
+                "of mlx-lm that supports it."
             )
         raise refusal(spec, reason) from error
     return MlxModel(model, spec, make_caches, reason, is_expanded, memory)
@@ -172,7 +175,7 @@ def describe(dtype: str, reason: str) -> Compute:
         num_threads = int(threads) if threads.isdigit() else os.cpu_count() or 1
         return Compute("cpu", dtype, num_threads, "MLX", reason)
     device = "cuda" if cuda.is_in_use() else "metal"
-    kernels = "MLX and our own" if cuda.is_available() else "MLX"
+    kernels = "MLX and custom" if cuda.is_available() else "MLX"
     return Compute(device, dtype, 0, kernels, reason)
 
 
@@ -183,20 +186,20 @@ def _convert(model: Any, dtype: DType) -> str:
     """
     if dtype != "auto":
         model.set_dtype(getattr(mx, dtype))
-        return "it was asked for"
+        return "requested"
     if _is_on_cpu():
         model.set_dtype(mx.float32)
-        return "MLX is slow in the others on a CPU"
+        return "other formats are slow in MLX on a CPU"
     if _is_wide(model):
         model.set_dtype(mx.bfloat16)
-        return "the model's float32 is wider than a GPU needs"
+        return "the model's float32 is wider than needed on a GPU"
     return "the model's own"
 
 
 def _divide(model: Any, group: Any) -> None:
     """Keep only this process's share of a model, before any weights are read."""
     if not hasattr(model, "shard"):
-        raise ValueError("mlx-lm does not say how to shard it")
+        raise ValueError("mlx-lm does not support sharding it")
     model.shard(group)
 
 
@@ -230,8 +233,8 @@ def _agree(model: Any, spec: ModelCacheSpec) -> tuple[ModelCacheSpec, Callable[[
         # mlx-lm ignores Mistral's window; a rotating cache in every layer implements it.
         return spec, lambda: [library.RotatingKVCache(layer.window) for layer in spec.layers]
     _LOG.warning(
-        "mlx-lm ignores the sliding windows of %s: contexts are limited to %d tokens, "
-        "where this makes no difference",
+        "mlx-lm ignores the sliding windows of %s; limiting contexts to %d tokens, "
+        "up to which replies are the same",
         spec.model_type,
         spec.window,
     )

@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from semantic.adapters.outbound.backends.mlx.caches import Array, Layout, roll
-from semantic.adapters.outbound.backends.mlx.cuda.transfer import HostPiece, Span, Transfer
+from semantic.adapters.outbound.backends.mlx.caches import Array, CacheLayout, roll
+from semantic.adapters.outbound.backends.mlx.cuda.transfer import HostPiece, TokenSpan, Transfer
 from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
@@ -39,7 +39,7 @@ class SnapshotTicket:
 
 
 def copy_out(
-    layout: Layout,
+    layout: CacheLayout,
     sequence: MlxSequence,
     positions: range,
     kind: LayerKind,
@@ -60,7 +60,7 @@ def copy_out(
     places = layout.of_kind(kind)
     part = layout.parts[places[0]]
     is_wrapped = kind is LayerKind.WINDOW and positions.stop > part.size(group.capacity)
-    span = Span(row, positions.start, len(positions), part.window if is_wrapped else 0)
+    span = TokenSpan(row, positions.start, len(positions), part.window if is_wrapped else 0)
     copies: list[tuple[str, Array | HostBuffer]] = []
     for i, name in enumerate(_names(layout, kind)):
         arrays = [group.arrays[place][i] for place in places]
@@ -72,7 +72,7 @@ def copy_out(
     return tuple(copies)
 
 
-def _stack(arrays: Sequence[Array], span: Span, kind: LayerKind) -> Array:
+def _stack(arrays: Sequence[Array], span: TokenSpan, kind: LayerKind) -> Array:
     rows = [array[span.row] for array in arrays]
     if kind is LayerKind.STATE:
         return mx.stack(rows)
@@ -87,7 +87,7 @@ def _send(
     transfer: Transfer,
     name: str,
     arrays: Sequence[Array],
-    span: Span,
+    span: TokenSpan,
     kind: LayerKind,
     after: Array,
 ) -> HostBuffer | None:
@@ -96,7 +96,7 @@ def _send(
     dtype = arrays[0].dtype
     if kind is LayerKind.STATE:
         arrays = [array.reshape(array.shape[0], 1, 1, -1) for array in arrays]
-        span = Span(span.row, 0, 1)
+        span = TokenSpan(span.row, 0, 1)
     else:
         shape = (shape[0], span.num_tokens, shape[2])
     if not transfer.can_copy(arrays[0].shape, dtype):
@@ -124,7 +124,7 @@ class DevicePart:
 
 
 def read(
-    layout: Layout, payloads: Sequence[KVPayload], end: int, transfer: Transfer | None = None
+    layout: CacheLayout, payloads: Sequence[KVPayload], end: int, transfer: Transfer | None = None
 ) -> list[DevicePart]:
     """Copy payloads of one kind, which follow each other, to the device up to `end`.
 
@@ -142,7 +142,7 @@ def read(
 class _Found:
     """A payload with all its buffers checked."""
 
-    def __init__(self, layout: Layout, payload: KVPayload, end: int) -> None:
+    def __init__(self, layout: CacheLayout, payload: KVPayload, end: int) -> None:
         places = layout.of_kind(payload.kind)
         part = layout.parts[places[0]]
         self.payload, self.end, self.dtypes = payload, end, part.dtypes
@@ -202,7 +202,7 @@ def _fetched(
 
 
 def put_full(
-    layout: Layout, sequence: MlxSequence, loaded: DevicePart, transfer: Transfer | None = None
+    layout: CacheLayout, sequence: MlxSequence, loaded: DevicePart, transfer: Transfer | None = None
 ) -> None:
     """Write a FULL part into a sequence that is alone in its group."""
     group, _ = sequence.group_row()
@@ -219,7 +219,7 @@ def put_full(
 
 
 def put_window(
-    layout: Layout, sequence: MlxSequence, loaded: Sequence[DevicePart], end: int
+    layout: CacheLayout, sequence: MlxSequence, loaded: Sequence[DevicePart], end: int
 ) -> None:
     """Write the last tokens before `end` into the rings of a sequence alone in its group."""
     group, _ = sequence.group_row()
@@ -234,7 +234,7 @@ def put_window(
             group.arrays[place][i] = mx.contiguous(ring)
 
 
-def put_state(layout: Layout, sequence: MlxSequence, loaded: DevicePart) -> None:
+def put_state(layout: CacheLayout, sequence: MlxSequence, loaded: DevicePart) -> None:
     """Set the recurrent arrays of a sequence that is alone in its group."""
     group, _ = sequence.group_row()
     for i, array in enumerate(loaded.arrays):
@@ -242,7 +242,7 @@ def put_state(layout: Layout, sequence: MlxSequence, loaded: DevicePart) -> None
             group.arrays[place][i] = mx.contiguous(array[layer : layer + 1])
 
 
-def _names(layout: Layout, kind: LayerKind) -> list[str]:
+def _names(layout: CacheLayout, kind: LayerKind) -> list[str]:
     if kind is not LayerKind.STATE:
         return ["keys", "values"]
     return [f"state{i}" for i in range(len(layout.parts[layout.of_kind(kind)[0]].shapes))]
@@ -262,7 +262,7 @@ def _to_host(name: str, array: Array) -> HostBuffer:
 def _checked(buffer: HostBuffer | None, shape: tuple[int, ...], dtype: Any) -> HostBuffer:
     num_bytes = math.prod(shape) * dtype.size
     if buffer is None or buffer.shape != shape or buffer.nbytes != num_bytes:
-        raise CacheCorruptionError(f"a payload lacks an array of shape {shape}")
+        raise CacheCorruptionError(f"a payload has no array of shape {shape}")
     return buffer
 
 

@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.backends.mlx.caches import Array, Layout, capacity_for
+from semantic.adapters.outbound.backends.mlx.caches import Array, CacheLayout, capacity_for
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda.decode import KernelStep
 from semantic.adapters.outbound.backends.mlx.cuda.linear import MAX_ROWS, MAX_STEP_ROWS
-from semantic.adapters.outbound.backends.mlx.cuda.tuning import are_all_own, untune
+from semantic.adapters.outbound.backends.mlx.cuda.tuning import has_only_custom_layers, untune
 from semantic.adapters.outbound.backends.mlx.decode import (
     CompiledSteps,
     LastToken,
@@ -48,7 +48,7 @@ class Batching(enum.Enum):
     """Which rows share a pass, from the fastest to the last resort."""
 
     GROUPS = "all rows"
-    GROUP = "rows of like length"
+    GROUP = "rows of similar length"
     ALONE = "one row"
 
 
@@ -85,8 +85,8 @@ class PendingRow:
         """Wait for the sampled tokens, and keep the draft tokens that match."""
         sequence, accepted = self.sequence, []
         row = token.answer()
-        for guess, following in zip(self.draft, self.later, strict=True):
-            if not isinstance(row, Sampled) or row.token != guess:
+        for draft_token, following in zip(self.draft, self.later, strict=True):
+            if not isinstance(row, Sampled) or row.token != draft_token:
                 break
             accepted.append(row)
             token, row = following, following.answer()
@@ -117,7 +117,7 @@ class MlxRunner:
         self._nesting = make_caches()
         caches = make_caches()
         model(mx.zeros((1, 2), mx.int32), cache=caches)
-        self.layout = Layout(make_caches, caches)
+        self.layout = CacheLayout(make_caches, caches)
         self.groups = RowGroups(self.layout)
         self.latest: Array | None = mx.zeros(1)
         self._step = 0
@@ -127,12 +127,16 @@ class MlxRunner:
         self.batching = self._choose_batching()
         self.can_draft = self._is_draft_sound()
         has_rings = any(part.window for part in self.layout.parts)  # slots are not positions there
-        if self.can_draft and not has_rings and are_all_own(model, len(self.layout.parts)):
+        if (
+            self.can_draft
+            and not has_rings
+            and has_only_custom_layers(model, len(self.layout.parts))
+        ):
             self._max_short = MAX_ROWS
             self.groups.are_joined = False  # the kernels take a table of addresses instead
         self._warm_up()
         if self.batching is not Batching.GROUPS:
-            _LOG.info("mlx runs %s at a time with this model", self.batching.value)
+            _LOG.info("mlx batches %s in one pass with this model", self.batching.value)
 
     def run(self, rows: Sequence[PendingRow]) -> list[Array]:
         """Build the computation of a step; mutates the sequences.
@@ -166,8 +170,8 @@ class MlxRunner:
                 row.mark = mx.contiguous(arrays[-1].reshape(-1)[:1])
                 outputs.append(row.mark)
         most = sys.maxsize if self.groups.are_joined else MAX_STEP_ROWS
-        guesses = {sequence: len(row.draft) for sequence, row in by_sequence.items()}
-        for batch in _batches(last, guesses, most):
+        num_drafts = {sequence: len(row.draft) for sequence, row in by_sequence.items()}
+        for batch in _batches(last, num_drafts, most):
             outputs += self._run_together(batch, by_sequence)
         for row in rows:
             row.sequence.last_token = row.token
@@ -194,15 +198,15 @@ class MlxRunner:
             more,
         )
         drawn: list[PendingToken | None] = []
-        for sequence, guess in order:
+        for sequence, draft_number in order:
             row = rows[sequence]
             row.mark = logits
             if _count(given[sequence]) > 1:
-                is_last = guess == len(more[sequence])
+                is_last = draft_number == len(more[sequence])
                 drawn.append(row.token if is_last else None)
-                sequence.length += bool(guess)
+                sequence.length += bool(draft_number)
             else:
-                drawn.append(row.later[guess - 1] if guess else row.token)
+                drawn.append(row.later[draft_number - 1] if draft_number else row.token)
         return [*_draw(logits, drawn), logits]  # also computes the rows that sample no token
 
     def extend(self, sequence: MlxSequence, tokens: Array) -> Array:
@@ -216,7 +220,9 @@ class MlxRunner:
             InvalidRequestError: the model does not have the usual structure.
         """
         if self._body is None:
-            raise InvalidRequestError("this model gives no embeddings on mlx", param="model")
+            raise InvalidRequestError(
+                "the mlx backend cannot compute embeddings with this model", param="model"
+            )
         return self._through(self._body, sequence, tokens)[0, : tokens.shape[0]]
 
     def _through(self, run: Callable[..., Array], sequence: MlxSequence, tokens: Array) -> Array:
@@ -305,12 +311,12 @@ class MlxRunner:
             sizes = tuple(len(drafts[row]) for row in rows) if drafts else ()
             steps.append(GroupStep(group, tuple(row.length for row in rows), start, sizes))
             start = steps[-1].place.stop
-        is_own, num_padding = self._max_short > 1, _padded(start) - start
-        if is_own and drafts and num_padding and steps[-1].pad(num_padding):
+        has_custom_layers, num_padding = self._max_short > 1, _padded(start) - start
+        if has_custom_layers and drafts and num_padding and steps[-1].pad(num_padding):
             tokens = mx.pad(tokens, (0, num_padding))
         positions = [position for step in steps for position in step.all_positions]
         kernels = KernelStep(steps, mx.array(positions), self.groups.table)
-        if is_own:
+        if has_custom_layers:
             logits = self._compiled.run(kernels, tokens)
             logits = logits[:start] if steps[-1].num_padding else logits
         else:
@@ -374,7 +380,7 @@ class MlxRunner:
             expected = mx.concatenate([alone[given.index(row)] for row, _ in rows])
             return _is_close(logits, expected)
         except _PROBLEMS as error:
-            _LOG.debug("batching of %s fails: %s", batching.value, error)
+            _LOG.debug("batching %s in one pass fails: %s", batching.value, error)
             return False
 
     def _is_draft_sound(self) -> bool:
@@ -389,10 +395,10 @@ class MlxRunner:
             rows, logits = self._decode(
                 given, lambda some: mx.repeat(tokens[0], len(some)), Batching.GROUPS, drafts
             )
-            expected = mx.concatenate([alone[given.index(row)][guess] for row, guess in rows])
+            expected = mx.concatenate([alone[given.index(row)][number] for row, number in rows])
             return _is_close(logits, expected)
         except _PROBLEMS as error:
-            _LOG.debug("guesses cannot be checked: %s", error)
+            _LOG.debug("draft tokens cannot be verified: %s", error)
             return False
 
     def _rows(self) -> list[MlxSequence]:
@@ -416,7 +422,7 @@ def _tokens_of(row: PendingRow) -> tuple[int, ...] | PendingToken:
     if chunk.tokens is LAST_SAMPLED:
         drawn = sequence.last_token
         if drawn is None:
-            raise ValueError("nothing was sampled here")
+            raise ValueError("the sequence has no last sampled token")
         sequence.known[chunk.start : chunk.start + 1] = [drawn.token_if_known()]
         return drawn
     tokens = (*chunk.tokens, *row.draft)
@@ -429,13 +435,13 @@ def _count(tokens: Tokens) -> int:
 
 
 def _batches(
-    given: Mapping[MlxSequence, Tokens], num_guesses: Mapping[MlxSequence, int], most: int
+    given: Mapping[MlxSequence, Tokens], num_drafts: Mapping[MlxSequence, int], most: int
 ) -> list[dict[MlxSequence, Tokens]]:
     """Split sequences into passes of at most `most` rows; decoding sequences come first."""
     batches: list[dict[MlxSequence, Tokens]] = []
     num_rows = most
     for sequence in sorted(given, key=lambda sequence: _count(given[sequence]) > 1):
-        size = _count(given[sequence]) + num_guesses[sequence]
+        size = _count(given[sequence]) + num_drafts[sequence]
         if num_rows + size > most:
             batches.append({})
             num_rows = 0
@@ -448,8 +454,8 @@ def _drafted_rows(
     group: Sequence[MlxSequence], drafts: Mapping[MlxSequence, tuple[int, ...]]
 ) -> list[tuple[MlxSequence, int]]:
     """Return a group's rows in step order: all sequences, then all draft tokens from 1 on."""
-    guesses = [(row, place) for row in group for place in range(1, len(drafts[row]) + 1)]
-    return [*((row, 0) for row in group), *guesses]
+    drafted = [(row, number) for row in group for number in range(1, len(drafts[row]) + 1)]
+    return [*((row, 0) for row in group), *drafted]
 
 
 def _drafted_tokens(
@@ -461,8 +467,8 @@ def _drafted_tokens(
     pieces = []
     for group in members:
         pieces.append(feed(group))
-        guesses = [token for row in group for token in drafts[row]]
-        pieces += [mx.array(guesses, mx.int32)] if guesses else []
+        draft_tokens = [token for row in group for token in drafts[row]]
+        pieces += [mx.array(draft_tokens, mx.int32)] if draft_tokens else []
     return mx.concatenate(pieces)
 
 

@@ -71,8 +71,8 @@ def prepare(num_threads: int = 0) -> None:
         ctypes.CDLL(_OPENBLAS, ctypes.RTLD_GLOBAL)
     except OSError:
         _LOG.warning(
-            "MLX finds only the reference BLAS, which is some ten times slower; "
-            "install OpenBLAS (Debian: apt-get install libopenblas0-pthread)"
+            "OpenBLAS not found; MLX uses its reference BLAS, which is about ten times slower. "
+            "Install OpenBLAS (Debian: apt-get install libopenblas0-pthread)"
         )
 
 

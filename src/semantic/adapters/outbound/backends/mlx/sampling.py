@@ -18,7 +18,7 @@ from semantic.ports.backend import Draw, RowFailed, Sampled, SequenceId
 
 _ALMOST_ONE = 1 - 2**-24  # the largest float32 below 1
 _COLDEST = 1e-30  # lower temperatures are zero in float32
-_NOT_NUMBERS = "the model produced logits that are not numbers"
+_NOT_FINITE = "the model returned logits that are NaN or infinite"
 
 
 class DeviceTokens:
@@ -81,7 +81,7 @@ class PendingToken:
     def _wait(self) -> Sampled | RowFailed:
         if self.device is not None:
             token = self.device.value(self.index)
-            return Sampled(self.seq, token) if token >= 0 else RowFailed(self.seq, _NOT_NUMBERS)
+            return Sampled(self.seq, token) if token >= 0 else RowFailed(self.seq, _NOT_FINITE)
         logits = np.array(self.logits, np.float32)
         try:
             token, logprob = sample(logits, self.draw, self.known, self.position)
@@ -107,9 +107,9 @@ def check_draw(draw: Draw, vocab_size: int) -> None:
     """
     allowed = draw.allowed
     if allowed is not None and not int.from_bytes(allowed, "little") & ((1 << vocab_size) - 1):
-        raise InvalidRequestError("no token is allowed here")
+        raise InvalidRequestError("the grammar or mask allows no token")
     if draw.params.seed is None and not draw.params.is_greedy:
-        raise InvalidRequestError("a sampled row needs a seed")
+        raise InvalidRequestError("sampling with a temperature requires a seed")
 
 
 def draw_rows(logits: Array, rows: Sequence[PendingToken]) -> list[Array]:
@@ -137,12 +137,12 @@ def _choose(logits: Array, rows: Sequence[PendingToken]) -> Array:
     params = [row.draw.params for row in rows]
     if all(p.is_greedy for p in params):
         return best
-    warmths = mx.array([1.0 if p.is_greedy else max(p.temperature, _COLDEST) for p in params])[
+    temperatures = mx.array([1.0 if p.is_greedy else max(p.temperature, _COLDEST) for p in params])[
         :, None
     ]
     numbers = [_number(p, row.position) for p, row in zip(params, rows, strict=True)]
     wide = logits.astype(mx.float32)
-    weights = mx.exp((wide - mx.max(wide, axis=-1, keepdims=True)) / warmths)
+    weights = mx.exp((wide - mx.max(wide, axis=-1, keepdims=True)) / temperatures)
     sums = mx.cumsum(weights, axis=-1)
     points = mx.array(numbers)[:, None] * sums[:, -1:]
     sampled = mx.minimum(mx.sum(sums <= points, axis=-1), logits.shape[-1] - 1).astype(mx.int32)

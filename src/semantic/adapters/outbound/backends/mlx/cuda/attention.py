@@ -224,7 +224,7 @@ _ADDRESSES = """
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AttentionPlan:
     """Assigns work to blocks of threads.
 
     Attributes:
@@ -244,7 +244,7 @@ def make_plan(
     places: Sequence[Sequence[int]] | None = None,
     *,
     has_few_sizes: bool = False,
-) -> Plan:
+) -> AttentionPlan:
     """Plan a step over groups of rows, given how many tokens (at least one) each row attends to.
 
     `places` gives each row's index in its group's arrays; by default the first, the second, ...
@@ -268,7 +268,7 @@ def make_plan(
     if has_few_sizes:
         num_chunks = max(_CHUNKS_STEP, 1 << (len(chunks) - 1).bit_length())
     chunks += [(0, 0, 0, 0)] * (num_chunks - len(chunks))
-    return Plan(mx.array(chunks, mx.int32), mx.array(firsts, mx.int32))
+    return AttentionPlan(mx.array(chunks, mx.int32), mx.array(firsts, mx.int32))
 
 
 def _most_tokens(lengths: Sequence[int], num_key_heads: int) -> int:
@@ -315,7 +315,7 @@ def addresses(pairs: Sequence[Sequence[Array]]) -> Array:
     return table
 
 
-def attend(queries: Array, held: Held, plan: Plan, scale: float) -> Array:
+def attend(queries: Array, held: Held, plan: AttentionPlan, scale: float) -> Array:
     """Attend with one query per row.
 
     Args:
@@ -332,7 +332,7 @@ def keep_and_attend(
     angles: Array,
     norms: HeadNorms | None,
     held: Held,
-    plan: Plan,
+    plan: AttentionPlan,
     scale: float,
 ) -> Array:
     """Store each row's new key and value at its last position, then attend with its query.
@@ -359,7 +359,7 @@ def _run(
     queries: Array,
     num_heads: int,
     held: Held,
-    plan: Plan,
+    plan: AttentionPlan,
     more: Sequence[Array],
 ) -> Array:
     num_rows, dim, num_key_heads = queries.shape[0], queries.shape[-1], held.num_key_heads

@@ -10,7 +10,7 @@ from semantic.adapters.outbound.backends.mlx.caches import Array, Part
 from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_attention
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda import rope as cuda_rope
-from semantic.adapters.outbound.backends.mlx.cuda.attention import Plan, make_plan
+from semantic.adapters.outbound.backends.mlx.cuda.attention import AttentionPlan, make_plan
 from semantic.adapters.outbound.backends.mlx.cuda.rope import HeadNorms, Held
 from semantic.adapters.outbound.backends.mlx.groups import Group, GroupStep
 
@@ -23,7 +23,7 @@ class KernelStep:
         steps: Sequence[GroupStep],
         positions: Array,
         find: Callable[[Sequence[Group]], Array],
-        plans: Mapping[tuple[int, int], Plan] | None = None,
+        plans: Mapping[tuple[int, int], AttentionPlan] | None = None,
     ) -> None:
         """Create a step; plans are made on demand.
 
@@ -94,7 +94,7 @@ class KernelStep:
             self._known_angles[id(rope)] = cuda_rope.angles_at(rope, self.positions, dim)
         return self._known_angles[id(rope)]
 
-    def plan(self, part: Part, num_key_heads: int) -> Plan:
+    def plan(self, part: Part, num_key_heads: int) -> AttentionPlan:
         """Return the attention plan of the step, by window and number of key heads."""
         key = (part.window, num_key_heads)
         if key not in self._known_plans:

@@ -161,8 +161,8 @@ class Kernel:
             for name, value in template.items()
         )
         body = f"({', '.join(given)}) {{\n{constants}{self.source}\n}}\n"
-        told = _BEGINNING + self.header + body
-        name = f"{self.name}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+        text = _BEGINNING + self.header + body
+        name = f"{self.name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         whole = f'{_BEGINNING}{self.header}extern "C" __global__ void {name}{body}'
         return name, compile_source(name, whole)
 
@@ -176,7 +176,7 @@ def compile_source(name: str, source: str) -> bytes:
     started = time.perf_counter()
     library, program = _compiler(), ctypes.c_void_p()
     if library is None:
-        raise RuntimeError("NVRTC, which compiles kernels, is not there")
+        raise RuntimeError("NVRTC, the CUDA compiler library, was not found")
     library.nvrtcCreateProgram(
         ctypes.byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None
     )
@@ -186,7 +186,7 @@ def compile_source(name: str, source: str) -> bytes:
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if library.nvrtcCompileProgram(program, len(options), given):
             log = _read(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
-            raise RuntimeError(f"{name} does not compile: {log.decode(errors='replace')}")
+            raise RuntimeError(f"compiling kernel {name} failed: {log.decode(errors='replace')}")
         binary = _read(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program)
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
@@ -210,7 +210,7 @@ def can_compile() -> bool:
     try:
         compile_source("probe", source)
     except RuntimeError as error:
-        _LOG.warning("our own kernels are not used: %s", error)
+        _LOG.warning("custom kernels disabled: %s", error)
         return False
     return True
 

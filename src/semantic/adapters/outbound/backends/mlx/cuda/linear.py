@@ -51,7 +51,7 @@ _SOURCE = (
     // With more, fewer blocks of threads run at once.
     constexpr int AHEAD = IS_NORMED || TILES > 1 ? 2 : 4;
     const int first = blockIdx.x * WIDTH, last = num_outputs - 1;
-    // Beyond the last row the last one again: what comes of it is not written.
+    // Threads beyond the last row repeat it; their results are not written.
     const int upper = min(first + g, last);
     const int lower = IS_GATED ? num_outputs + upper : min(first + 8 + g, last);
     const T* x[TILES];
@@ -273,12 +273,10 @@ class LinearPart:
         self._index = index
 
     def __call__(self, given: Array) -> Array:
-        """Apply the layer."""
         return self._joined.output(self._index, given)
 
     @property
     def whole(self) -> Any:
-        """The joined layer."""
         return self._joined.whole
 
     @property
@@ -288,9 +286,9 @@ class LinearPart:
         return self._joined.whole.weight[start:end]
 
 
-def use_own_kernel(model: Any) -> None:
+def use_custom_linears(model: Any) -> None:
     """Use the custom kernel for few rows in unquantised layers, including the head."""
-    kinds = _own_kinds()
+    kinds = _custom_kinds()
     for module in model.modules():
         if type(module) in kinds:
             module.__class__ = kinds[type(module)]
@@ -366,7 +364,7 @@ def _linear() -> Any:
 
 
 @functools.cache
-def _own_kinds() -> dict[type, type]:
+def _custom_kinds() -> dict[type, type]:
     nn = import_library("mlx.nn")
 
     class FewRowsLinear(nn.Linear):  # type: ignore[misc, name-defined]

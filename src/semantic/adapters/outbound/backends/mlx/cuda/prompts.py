@@ -81,7 +81,7 @@ def plan(model: Any, num_key_heads: int, dim: int, max_context: int) -> int:
         for size, step in _SIZES
         for length in range(size, min(max_context, _PLANNED[size]) + 1, step)
     ]
-    _LOG.info("preparing attention for %d lengths", len(pairs))
+    _LOG.info("planning attention for %d prompt lengths", len(pairs))
     for size, length in pairs:
         wide = mx.zeros((1, num_heads, size, dim), dtype)
         long = mx.zeros((1, num_key_heads, length, dim), dtype)

@@ -21,12 +21,12 @@ from semantic.adapters.outbound.backends.mlx.cuda.kernels import Kernel
 PREPARE = """
     constexpr int HALF = DIM / 2;
     const float *cosines = angles + row * DIM, *sines = cosines + HALF;
-    T* asks = reinterpret_cast<T*>(query);
+    T* mine = reinterpret_cast<T*>(query);
     float norm = 1;
     if (IS_NORMED) {
         float square = 0;
 #pragma unroll
-        for (int n = 0; n < PIECES * 8; n++) square += float(asks[n]) * float(asks[n]);
+        for (int n = 0; n < PIECES * 8; n++) square += float(mine[n]) * float(mine[n]);
         square += __shfl_xor_sync(0xffffffff, square, 1);
         square += __shfl_xor_sync(0xffffffff, square, 2);
         norm = rsqrtf(square / DIM + EPS);
@@ -34,19 +34,19 @@ PREPARE = """
 #pragma unroll
     for (int n = 0; n < PIECES * 4; n++) {
         const int i = n / 8 * 32 + c * 8 + n % 8;
-        float one = asks[n], two = asks[n + PIECES * 4];
+        float one = mine[n], two = mine[n + PIECES * 4];
         if (IS_NORMED) {
             one *= norm * float(query_factors[i]);
             two *= norm * float(query_factors[i + HALF]);
         }
-        asks[n] = T(one * cosines[i] - two * sines[i]);
-        asks[n + PIECES * 4] = T(two * cosines[i] + one * sines[i]);
+        mine[n] = T(one * cosines[i] - two * sines[i]);
+        mine[n + PIECES * 4] = T(two * cosines[i] + one * sines[i]);
     }
 
     if (blockIdx.x + 1 == firsts[row + 1]) {
         const T* new_key = queries + (row * num_heads + gridDim.y * SHARED + head) * DIM;
         const T* new_value = new_key + gridDim.y * DIM;
-        // MLX knows of no kernel that writes into what it is given; nobody else has these arrays.
+        // MLX supports no kernels that write to their inputs; these arrays are not shared.
         T *key_place = const_cast<T*>(key) + int64_t(size - 1) * DIM;
         T *value_place = const_cast<T*>(value) + int64_t(size - 1) * DIM;
         const int i = threadIdx.x;
@@ -101,15 +101,15 @@ _KEEP = """
     }
     if (!is_value) {
         const float cosine = angles[row * DIM + i], sine = angles[row * DIM + HALF + i];
-        const float turned = one * cosine - two * sine;
+        const float rotated = one * cosine - two * sine;
         two = two * cosine + one * sine;
-        one = turned;
+        one = rotated;
     }
-    T* to = turned_queries + (int64_t(row) * NUM_HEADS + head) * DIM;
+    T* to = rotated_queries + (int64_t(row) * NUM_HEADS + head) * DIM;
     if (!is_query) {
         const int64_t* held = table + (int64_t(layer) * num_groups + group) * 3;
         const int64_t at = (int64_t(place) * NUM_KEYS + (head - NUM_HEADS) % NUM_KEYS) * held[2];
-        // MLX knows of no kernel that writes into what it is given; nobody else has these arrays.
+        // MLX supports no kernels that write to their inputs; these arrays are not shared.
         to = reinterpret_cast<T*>(held[is_value]) + (at + position) * DIM;
     }
     to[i] = T(one);
@@ -181,7 +181,7 @@ def _keep_kernel(eps: float | None) -> Kernel:
     return Kernel(
         "keep_rows",
         ["heads", "table", "places", "angles", *(factors if is_normed else [])],
-        ["turned_queries"],
+        ["rotated_queries"],
         source + _KEEP,
         numbers=("layer", "num_groups"),
     )
@@ -194,8 +194,8 @@ def angles_at(rope: Any, positions: Array, dim: int) -> Array:
     return rope(given, offset=positions).reshape(-1, dim)
 
 
-def rotate(angles: Array, heads: Array) -> Array:
-    """Rotate ``[rows, heads, 1, dim]`` by each row's angles, as the kernel does."""
+def apply_rope(angles: Array, heads: Array) -> Array:
+    """Apply RoPE to ``[rows, heads, 1, dim]`` with each row's angles, as the kernel does."""
     (cosine, sine), (a, b) = (
         mx.split(array, 2, axis=-1) for array in (angles[:, None, None], heads)
     )

@@ -69,7 +69,7 @@ _IN = """
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TokenSpan:
     """Tokens of one row of arrays ``[rows, heads, room, dim]``.
 
     Attributes:
@@ -169,7 +169,9 @@ class Transfer:
         """Whether heads of this shape can be copied: they must consist of whole units."""
         return bool(shape[-1] * dtype.size % UNIT == 0)
 
-    def copy_out(self, arrays: Sequence[Array], span: Span, after: Array) -> ArrivingBytes | None:
+    def copy_out(
+        self, arrays: Sequence[Array], span: TokenSpan, after: Array
+    ) -> ArrivingBytes | None:
         """Request a copy of tokens of some layers, layer by layer; the next `flush` starts it.
 
         Returns:
@@ -273,7 +275,7 @@ class Transfer:
         """Compile the kernels for these numbers of layers."""
         for count in counts:
             array = mx.zeros((1, 1, 1, UNIT), dtype)
-            copy = self.copy_out([array] * count, Span(0, 0, 1), array)
+            copy = self.copy_out([array] * count, TokenSpan(0, 0, 1), array)
             if copy is not None:
                 mx.eval(self.copy_in([HostPiece(copy.wait(), 1, 1)], [array] * count, 0))
 

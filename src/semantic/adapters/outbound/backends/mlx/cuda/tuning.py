@@ -40,23 +40,23 @@ def tune(model: Any) -> None:
         cuda_linear.mend_experts(model)
         cuda_linear.join_linears(model)
     if cuda.is_available():
-        cuda_linear.use_own_kernel(model)
-        use_own_blocks(model)
+        cuda_linear.use_custom_linears(model)
+        use_custom_layers(model)
 
 
 def untune(model: Any) -> int:
     """Restore the library's code in all layers; returns the number of restored layers."""
-    libraries = {own: base for base, own in _own_kinds().items()}
+    libraries = {own: base for base, own in _custom_kinds().items()}
     ours = [module for module in model.modules() if type(module) in libraries]
     for module in ours:
         module.__class__ = libraries[type(module)]
-        del module.own_weights
+        del module.custom_weights
     return len(ours)
 
 
-def are_all_own(model: Any, num_layers: int) -> bool:
+def has_only_custom_layers(model: Any, num_layers: int) -> bool:
     """Whether all layers run on the custom kernels."""
-    kinds = set(_own_kinds().values())
+    kinds = set(_custom_kinds().values())
     return sum(type(module) in kinds for module in model.modules()) == num_layers
 
 
@@ -100,7 +100,7 @@ def run_layer(weights: LayerWeights, given: Array, view: AttentionView) -> Array
     return multiply(inner, w.outer, added=hidden)
 
 
-def use_own_blocks(model: Any) -> int:
+def use_custom_layers(model: Any) -> int:
     """Run supported layers on the custom kernels.
 
     Returns:
@@ -109,11 +109,11 @@ def use_own_blocks(model: Any) -> int:
     ropes: list[Any] = []
     found = 0
     for module in model.modules():
-        kind = _own_kinds().get(type(module))
+        kind = _custom_kinds().get(type(module))
         weights = None if kind is None else _supported_weights(module)
         if weights is not None:
             module.__class__ = kind
-            module.own_weights = replace(weights, rope=_one_of(ropes, weights))
+            module.custom_weights = replace(weights, rope=_shared_rope(ropes, weights))
             found += 1
     return found
 
@@ -124,7 +124,7 @@ def _supported_weights(layer: Any) -> LayerWeights | None:
         weights = _weights_of(layer)
         return weights if weights is not None and _can_run(weights) else None
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        _LOG.debug("a layer stays the library's: %s", error)
+        _LOG.debug("layer keeps the library's code: %s", error)
         return None
 
 
@@ -174,20 +174,20 @@ def _can_run(weights: LayerWeights) -> bool:
             cuda_linear.can_multiply(mx.zeros((MAX_ROWS, 1, m.shape[1]), dtype), m)
             for m in (w.heads, w.attended, w.inner, w.outer)
         )
-        and _turns_halves(w)
+        and _matches_rope(w)
     )
 
 
-def _turns_halves(weights: LayerWeights) -> bool:
+def _matches_rope(weights: LayerWeights) -> bool:
     """Whether the library's RoPE rotates heads as the kernel does with its angles."""
     positions = mx.array([1, _FAR])
     heads = mx.random.normal((2, 1, 1, weights.dim), key=mx.random.key(0))
     angles = cuda_rope.angles_at(weights.rope, positions, weights.dim)
     expected = weights.rope(heads[...], offset=positions)
-    return bool(mx.allclose(cuda_rope.rotate(angles, heads), expected, atol=1e-3).item())
+    return bool(mx.allclose(cuda_rope.apply_rope(angles, heads), expected, atol=1e-3).item())
 
 
-def _one_of(ropes: list[Any], weights: LayerWeights) -> Any:
+def _shared_rope(ropes: list[Any], weights: LayerWeights) -> Any:
     """Return the first known module with the same angles."""
     positions = mx.array([1, _FAR])
 
@@ -206,23 +206,23 @@ def _norm(module: Any) -> Norm:
 
 
 @functools.cache
-def _own_kinds() -> dict[type, type]:
+def _custom_kinds() -> dict[type, type]:
     """Map the library's class of a layer to its replacement."""
-    return {base: _own_kind(base) for base in map(_library_kind, _FAMILIES)}
+    return {base: _custom_kind(base) for base in map(_library_kind, _FAMILIES)}
 
 
 def _library_kind(family: str) -> Any:
     return import_library(f"mlx_lm.models.{family}").TransformerBlock
 
 
-def _own_kind(base: Any) -> type:
+def _custom_kind(base: Any) -> type:
     class FewRowsBlock(base):  # type: ignore[misc]
-        own_weights: LayerWeights
+        custom_weights: LayerWeights
 
         def __call__(self, x: Array, mask: Any = None, cache: Any = None) -> Array:
             is_step = isinstance(cache, AttentionView) and not cache.part.window
             if is_step and x.shape[0] <= MAX_STEP_ROWS and x.shape[1] == 1:
-                return run_layer(self.own_weights, x, cache)
+                return run_layer(self.custom_weights, x, cache)
             return super().__call__(x, mask, cache)
 
     return FewRowsBlock

@@ -166,7 +166,7 @@ def _read(file: int, offset: int, memory: memoryview) -> None:
     while start < memory.nbytes:
         count = os.preadv(file, [memory[start:]], offset + start)
         if not count:
-            raise ValueError("the file is cut off")
+            raise ValueError("the file is truncated")
         start += count
 
 
@@ -182,7 +182,7 @@ def _tensors(file: int) -> list[_Tensor]:
         start, end = entry["data_offsets"]
         shape, num_bytes = tuple(entry["shape"]), end - start
         if math.prod(shape) * dtype.size != num_bytes:
-            raise ValueError(f"{name} has not the size of its shape")
+            raise ValueError(f"the size of {name} does not match its shape")
         if num_bytes >= _MIN_BYTES and num_bytes % UNIT == 0:
             found.append(_Tensor(name, shape, dtype, 8 + length + start, num_bytes))
     return sorted(found, key=lambda tensor: tensor.offset)

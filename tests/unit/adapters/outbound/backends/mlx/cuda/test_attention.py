@@ -1,4 +1,4 @@
-"""Attention by our own kernels: plans, angles and lengths; the kernel where there is a GPU."""
+"""Attention by the custom kernel: plans, angles and lengths; runs the kernel if there is a GPU."""
 
 from typing import Any
 
@@ -118,7 +118,7 @@ def test_each_row_attends_over_its_own_tokens(
                 mx.fast.rms_norm(array, factor.astype(mx.float32), 1e-6)
                 for array, factor in zip((queries, keys), factors, strict=True)
             )
-        queries, keys = (mlx_cuda_rope.rotate(angles, array) for array in (queries, keys))
+        queries, keys = (mlx_cuda_rope.apply_rope(angles, array) for array in (queries, keys))
     else:
         out = mlx_cuda_attention.attend(heads[:, :num_heads], held, plan, dim**-0.5)
     expected: list[Any] = []
@@ -133,7 +133,7 @@ def test_each_row_attends_over_its_own_tokens(
             expected.append(
                 mx.fast.scaled_dot_product_attention(queries[row : row + 1], *cut, scale=dim**-0.5)
             )
-    wide = out.astype(mx.float32)  # queries are rounded once they are turned
+    wide = out.astype(mx.float32)  # queries are rounded after RoPE
     assert mx.allclose(wide, mx.concatenate(expected), rtol=2e-2, atol=4e-2).item()
 
 
@@ -158,12 +158,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3, YARN], ids=["plain", "llama3", "yarn"])
-def test_angles_turn_as_the_library_does(scaling: dict[str, Any] | None) -> None:
+def test_angles_rotate_as_the_library_does(scaling: dict[str, Any] | None) -> None:
     rope, positions = _rope(scaling), mx.array(POSITIONS)
     heads = mx.random.normal((4, 3, 1, 64))
     expected = rope(heads[...], offset=positions)
-    turned = mlx_cuda_rope.rotate(mlx_cuda_rope.angles_at(rope, positions, 64), heads)
-    assert mx.allclose(turned, expected, atol=1e-4).item()
+    rotated = mlx_cuda_rope.apply_rope(mlx_cuda_rope.angles_at(rope, positions, 64), heads)
+    assert mx.allclose(rotated, expected, atol=1e-4).item()
 
 
 # -- prompts, in few lengths --------------------------------------------------------------------

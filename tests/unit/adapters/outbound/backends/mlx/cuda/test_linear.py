@@ -1,4 +1,4 @@
-"""Layers with the same input joined to one, and what our own multiplication takes.
+"""Joined layers with a shared input, and the inputs that the custom multiplication supports.
 
 The kernel itself where there is a GPU for it; what models compute is in the contract suite.
 """
@@ -167,7 +167,7 @@ def test_few_rows_go_to_our_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         return given @ weight.T
 
     monkeypatch.setattr(mlx_cuda_linear, "multiply", multiply)
-    mlx_cuda_linear.use_own_kernel(model)
+    mlx_cuda_linear.use_custom_linears(model)
     layers["tied"] = model.tied.as_linear
     for name, layer in layers.items():
         for x, wanted in zip((few, many), expected[name], strict=True):

@@ -78,7 +78,7 @@ def test_a_copy_that_fails_is_a_miss() -> None:
 @pytest.mark.parametrize("span", [(1, 256, 256, 0), (0, 900, 300, 1024), (0, 0, 1, 0)])
 def test_state_leaves_and_comes_back(span: tuple[int, int, int, int]) -> None:
     copies = transfer.Transfer(pinned.shared_memory(2**30))
-    given = transfer.Span(*span)
+    given = transfer.TokenSpan(*span)
     layers = [mx.random.normal((2, 4, 1024, 64)).astype(mx.bfloat16) for _ in range(3)]
     arriving = copies.copy_out(layers, given, mx.zeros(1))
     positions = mx.array([p % 1024 for p in range(given.start, given.start + given.num_tokens)])
