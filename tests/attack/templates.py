@@ -45,7 +45,7 @@ class HostileTemplates(Attack):
         with ThreadPoolExecutor(len(said)) as threads:
             answers = list(threads.map(render, said))
         for content, answer in zip(said, answers, strict=True):
-            is_right = answer == content if content != word else "takes more than" in answer
+            is_right = answer == content if content != word else "exceeds" in answer
             if not is_right:
                 self.find(f"{name}: {content!r} is answered with {answer[:200]!r}")
         growth = resident_bytes(os.getpid()) - before

@@ -93,7 +93,7 @@ BAD_REQUESTS: list[tuple[str, Any, int, str, str]] = [
     ("a tool after one that is ignored", body(tools=[{"type": "web_search_1", "name": "s"},
      {"name": "later", "input_schema": {}, "defer_loading": True}, BAD_TOOL]), 400, INVALID,
      "tools[2].input_schema: "),
-    ("half a surrogate pair", body(system="\ud800"), 400, INVALID, "system: the text holds half"),
+    ("half a surrogate pair", body(system="\ud800"), 400, INVALID, "text contains half"),
     ("a body that is no object", [1], 400, INVALID, "object"),
     ("a body that is too large", body(system="x" * 400_000), 413, "request_too_large", "larger"),
 ]  # fmt: skip

@@ -322,7 +322,7 @@ def test_only_text_after_another_message_is_continued(http: httpx.Client) -> Non
     ):
         answer = http.post("/v1/messages", json={"messages": messages, "max_tokens": 3})
         assert answer.status_code == 400
-        assert "can be continued" in answer.json()["error"]["message"]
+        assert "cannot continue the last message" in answer.json()["error"]["message"]
     said = {"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}
     http.post("/v1/agents", json={"id": "order"}).raise_for_status()
     assert http.post("/v1/agents/order/generate", json=said).status_code == 400

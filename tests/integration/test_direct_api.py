@@ -156,7 +156,7 @@ def test_settings_that_cannot_be_are_refused_by_name(
     assert answer.json()["error"]["param"] == param
 
 
-NO_ID = "an agent id is 1 to 128 of the characters A-Z a-z 0-9 . _ -, and not dots alone."
+NO_ID = "an agent id must be 1 to 128 of the characters A-Z a-z 0-9 . _ -, and not only dots."
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def swap(http: httpx.Client, model: str) -> httpx.Response:
         ("odd", 400, "does not know its model_type 'odd'. Take .* knows it; one is served again"),
         ("huge", 400, "huge does not fit"),
         ("/nowhere/at/all", 404, "there is no model"),
-        ("org/unknown", 404, "could not be fetched from Hugging Face"),
+        ("org/unknown", 404, "downloading it from Hugging Face failed"),
     ],
     ids=lambda value: str(value).replace("/", "-")[:12],
 )

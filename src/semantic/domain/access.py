@@ -134,7 +134,6 @@ class KeyRing:
         return found
 
     def policy(self, tenant: str) -> TenantPolicy:
-        """Return the limits of a tenant."""
         return self.tenants.get(tenant) or TenantPolicy()
 
     def key_rate(self, principal: Principal) -> Rate:

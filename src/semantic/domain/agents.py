@@ -40,7 +40,7 @@ def check_agent_id(
     is_hidden = is_new and not text.strip(".")
     if is_hidden or not _ID_PATTERN.fullmatch(text):
         raise InvalidRequestError(
-            f"{noun} is 1 to 128 of the characters A-Z a-z 0-9 . _ -, and not dots alone.",
+            f"{noun} must be 1 to 128 of the characters A-Z a-z 0-9 . _ -, and not only dots.",
             param=param,
         )
 

@@ -25,7 +25,7 @@ def require_whole_characters(text: str, *, param: str) -> None:
         InvalidRequestError: the text contains one; the error names `param`.
     """
     if not _is_whole(text):
-        raise InvalidRequestError("the text holds half a surrogate pair.", param=param)
+        raise InvalidRequestError("the text contains half a surrogate pair.", param=param)
 
 
 def json_fault(value: JsonValue) -> str:
@@ -52,9 +52,9 @@ def json_fault(value: JsonValue) -> str:
 
 def _scalar_fault(value: bool | float | str | None) -> str:
     if isinstance(value, str) and not _is_whole(value):
-        return "the text holds half a surrogate pair"
+        return "the text contains half a surrogate pair"
     if isinstance(value, float) and not math.isfinite(value):
-        return f"{value} is not a number of JSON"
+        return f"{value} is not a valid JSON number"
     return ""
 
 
@@ -345,11 +345,13 @@ class ChatRequest:
 
     def __post_init__(self) -> None:
         if not self.messages and self.raw_prompt is None:
-            raise InvalidRequestError("messages must hold at least one message.", param="messages")
+            raise InvalidRequestError(
+                "messages must contain at least one message.", param="messages"
+            )
         if self.is_continued and not is_continuable(self.messages):
             raise InvalidRequestError(
-                "only an assistant's message of plain text that follows another message can be "
-                "continued; let the conversation end with a user's message.",
+                "cannot continue the last message: it must be an assistant message of plain text "
+                "after another message. Otherwise, end the conversation with a user message.",
                 param=f"messages[{len(self.messages) - 1}]",
             )
 

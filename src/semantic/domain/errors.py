@@ -80,8 +80,8 @@ class ContextLengthError(InvalidRequestError):
         self, *, num_prompt: int, limit: int, param: str, limited_by: str = "the model's context"
     ) -> None:
         super().__init__(
-            f"the prompt's {num_prompt} tokens, with room for a reply, exceed {limited_by} of "
-            f"{limit}. Shorten the conversation.",
+            f"the prompt of {num_prompt} tokens, with room for a reply, exceeds {limited_by} of "
+            f"{limit} tokens. Shorten the conversation.",
             param=param,
         )
         self.num_prompt = num_prompt

@@ -31,7 +31,6 @@ class Usage:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of prompt and reply."""
         return self.prompt_tokens + self.completion_tokens
 
 

@@ -66,9 +66,11 @@ class LayerSpec:
             ("state_elements", self.state_elements, not has_kv),
         ):
             if is_used and value < 1:
-                raise ValueError(f"a {self.kind.value} layer needs a positive {name}, not {value}")
+                raise ValueError(
+                    f"{name} of a {self.kind.value} layer must be positive, got {value}"
+                )
             if not is_used and value != 0:
-                raise ValueError(f"a {self.kind.value} layer has no {name}, but it is {value}")
+                raise ValueError(f"{name} of a {self.kind.value} layer must be 0, got {value}")
 
     def elements(self, num_tokens: int) -> int:
         """Return how many numbers the layer keeps for a sequence of `num_tokens` tokens."""
@@ -94,7 +96,7 @@ class ConfigAttributes:
         if isinstance(inner, Mapping):
             return cls.from_config({**inner, "model_type": inner.get("model_type") or model_type})
         if not isinstance(model_type, str) or not model_type:
-            raise InvalidRequestError("the model's config lacks model_type", param="model")
+            raise InvalidRequestError("the model's config has no model_type", param="model")
         attributes = cls(model_type, {**_family(model_type).defaults, **config})
         if inner is not None:
             raise attributes.refusal("text_config must be an object")
@@ -108,16 +110,15 @@ class ConfigAttributes:
         """Return the attribute as an integer; it is required."""
         value = self.values.get(name)
         if value is None:
-            raise self.refusal(f"the config lacks {name}")
+            raise self.refusal(f"the config has no {name}")
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.refusal(f"{name} must be an integer of at least {minimum}, not {value!r}")
+            raise self.refusal(f"{name} must be an integer of at least {minimum}, got {value!r}")
         return value
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """Return the attribute as a bool."""
         value = self.values[name] if self.is_set(name) else default
         if not isinstance(value, bool):
-            raise self.refusal(f"{name} must be true or false, not {value!r}")
+            raise self.refusal(f"{name} must be true or false, got {value!r}")
         return value
 
     def layer_types(self) -> list[str] | None:
@@ -126,7 +127,7 @@ class ConfigAttributes:
         if listed is None:
             return None
         if not isinstance(listed, list | tuple):
-            raise self.refusal(f"layer_types must be a list, not {listed!r}")
+            raise self.refusal(f"layer_types must be a list, got {listed!r}")
         num_layers = self.integer("num_hidden_layers")
         if len(listed) != num_layers:
             raise self.refusal(f"layer_types has {len(listed)} entries for {num_layers} layers")
@@ -156,7 +157,7 @@ def read_layers(attributes: ConfigAttributes) -> tuple[LayerSpec, ...]:
     types = [part for layer_type in types for part in family.parts.get(layer_type, (layer_type,))]
     unknown = sorted(set(types) - set(family.readers))
     if unknown:
-        raise attributes.refusal(f"layer_types has {unknown[0]!r}, which is not supported")
+        raise attributes.refusal(f"layer type {unknown[0]!r} is not supported")
     by_type = {layer_type: family.readers[layer_type](attributes) for layer_type in set(types)}
     return tuple(by_type[layer_type] for layer_type in types)
 
@@ -168,7 +169,7 @@ def _head_dim(attributes: ConfigAttributes) -> int:
     num_heads = attributes.integer("num_attention_heads")
     if hidden_size % num_heads:
         raise attributes.refusal(
-            f"the config lacks head_dim, and hidden_size {hidden_size} is not a multiple of "
+            f"the config has no head_dim, and hidden_size {hidden_size} is not a multiple of "
             f"num_attention_heads {num_heads}"
         )
     return hidden_size // num_heads
@@ -279,7 +280,9 @@ def _refuse_unlike_others(attributes: ConfigAttributes) -> None:
         raise attributes.refusal("recurrent models of this type are not supported")
     for key in sorted(attributes.values):
         if key.startswith(_UNLIKE_OTHERS) and attributes.values[key]:
-            raise attributes.refusal(f"it is not known what a model with {key} keeps per token")
+            raise attributes.refusal(
+                f"models with {key} are not supported: their KV cache geometry is unknown"
+            )
 
 
 @dataclass(frozen=True, slots=True)

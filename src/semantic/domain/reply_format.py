@@ -235,7 +235,6 @@ class ReplyShape:
 
     @property
     def must_call(self) -> bool:
-        """Whether the reply must be a tool call."""
         return self.tool_choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED)
 
     @property

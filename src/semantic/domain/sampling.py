@@ -161,10 +161,10 @@ class StopRules:
             )
         if any(len(text) > MAX_STOP_CHARS for text in self.strings):
             raise InvalidRequestError(
-                f"a stop string has at most {MAX_STOP_CHARS} characters.", param="stop"
+                f"a stop string must have at most {MAX_STOP_CHARS} characters.", param="stop"
             )
         if any(not text for text in self.strings):
-            raise InvalidRequestError("a stop string must not be empty.", param="stop")
+            raise InvalidRequestError("stop strings must not be empty.", param="stop")
 
     def is_end(self, token: int, eos_ids: Collection[int]) -> bool:
         """Whether a token ends the reply; `eos_ids` are the model's end tokens."""

@@ -47,14 +47,14 @@ class ModelCacheSpec:
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise ValueError("a model has at least one layer")
+            raise ValueError("a model must have at least one layer")
         for name, value in (
             ("vocab_size", self.vocab_size),
             ("max_context", self.max_context),
             ("block_tokens", self.block_tokens),
         ):
             if value < 1:
-                raise ValueError(f"{name} must be positive, not {value}")
+                raise ValueError(f"{name} must be positive, got {value}")
 
     @classmethod
     def from_config(
@@ -86,7 +86,6 @@ class ModelCacheSpec:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of all kinds."""
         return len(self.layers)
 
     @property
@@ -116,9 +115,9 @@ class ModelCacheSpec:
     def kind_bytes(self, kind: LayerKind, num_tokens: int, bits: int = 16) -> int:
         """Return the share of one kind of layer in that, packed and rounded up to whole bytes."""
         if num_tokens < 0:
-            raise ValueError(f"num_tokens must not be negative, but is {num_tokens}")
+            raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
         if bits not in _BITS:
-            raise ValueError(f"bits must be one of {_BITS}, not {bits}")
+            raise ValueError(f"bits must be one of {_BITS}, got {bits}")
         elements = sum(layer.elements(num_tokens) for layer in self._of_kind(kind))
         return -(-elements * bits // 8)
 

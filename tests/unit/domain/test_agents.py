@@ -38,7 +38,7 @@ def test_one_other_character_is_enough_to_refuse_an_id(before: str, odd: str, af
 
 @pytest.mark.parametrize("agent_id", ["", "a" * 129, "a b", "a/b", "coder\n", "ä", "٣"])
 def test_a_refused_id_names_its_field(agent_id: str) -> None:
-    with pytest.raises(InvalidRequestError, match="an agent id is 1 to 128") as refused:
+    with pytest.raises(InvalidRequestError, match="an agent id must be 1 to 128") as refused:
         agent(agent_id)
 
     assert refused.value.param == "agent_id"

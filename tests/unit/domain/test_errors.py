@@ -34,8 +34,8 @@ def test_a_prompt_too_long_on_its_own() -> None:
     error = ContextLengthError(num_prompt=5000, limit=4096, param="messages")
 
     assert error.message == (
-        "the prompt's 5000 tokens, with room for a reply, exceed the model's context of 4096. "
-        "Shorten the conversation."
+        "the prompt of 5000 tokens, with room for a reply, exceeds the model's context of 4096 "
+        "tokens. Shorten the conversation."
     )
     assert (error.num_prompt, error.limit) == (5000, 4096)
     assert error.param == "messages"

@@ -296,7 +296,7 @@ class FakeModels:
             if entry.id == source:
                 return entry
         raise ModelNotFoundError(
-            f"unknown model {source!r}; the fake backend has {' and '.join(self.NAMES)}."
+            f"there is no model {source!r}; the fake backend has {' and '.join(self.NAMES)}."
         )
 
     def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:  # noqa: ARG002

@@ -63,7 +63,6 @@ class ModelCatalogue:
         return self._seen
 
     def find(self, source: str) -> ModelEntry:
-        """Return a model on this machine, or an entry for one that a hub may have."""
         for entry in self.entries():
             if source in (entry.id, entry.source):
                 return entry
@@ -71,13 +70,12 @@ class ModelCatalogue:
         return ModelEntry(served_id(source), source)
 
     def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:
-        """Import or download a model, and check that its directory holds one."""
         directory = self._local.resolve(entry.source, on_progress)
         found = self._entry(entry.source, directory)
         if found is None:
             raise InvalidRequestError(
-                f"{directory} holds no model: it needs a config.json, a tokenizer.json and "
-                "weights in safetensors files.",
+                f"{directory} is not a model directory: it needs a config.json, a tokenizer.json "
+                "and weights in safetensors files.",
                 param="model",
             )
         ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text("utf-8")))

@@ -99,7 +99,7 @@ class ChatTemplate:
             request = marshal.dumps((variables, today.isoformat() if today else None))
         except ValueError as error:
             raise InvalidRequestError(
-                f"the chat template cannot show this conversation: {error}.", param="messages"
+                f"the chat template cannot render this conversation: {error}.", param="messages"
             ) from error
         try:
             with self._processes.reserve() as ask:
@@ -111,18 +111,20 @@ class ChatTemplate:
                 return text
             case "!", reason:
                 raise InvalidRequestError(
-                    f"the model's chat template refuses this conversation: {reason}",
+                    f"the model's chat template rejects this conversation: {reason}",
                     param="messages",
                 )
             case _:
                 raise self._exceeded()
 
     def _exceeded(self) -> InvalidRequestError:
-        limits = f"{self._limits}, or writes more than {_MAX_CHARS} characters"
-        _log.warning("refused a conversation: the model's chat template takes more than %s", limits)
+        limits = f"{self._limits}, or {_MAX_CHARS} characters"
+        _log.warning(
+            "rejected a conversation: rendering the model's chat template exceeds %s", limits
+        )
         return InvalidRequestError(
-            f"the model's chat template takes more than {limits}, for this conversation; use "
-            "another model or a corrected template.",
+            f"rendering the model's chat template exceeds {limits}; use another model or correct "
+            "the template.",
             param="messages",
         )
 
@@ -147,7 +149,9 @@ def _check(source: str) -> None:
         for node in tree.find_all((nodes.Filter, nodes.Test)):
             known = environment.filters if isinstance(node, nodes.Filter) else environment.tests
             if node.name not in known:
-                raise jinja2.TemplateAssertionError(f"there is no {node.name!r}.", node.lineno)
+                raise jinja2.TemplateAssertionError(
+                    f"unknown filter or test {node.name!r}.", node.lineno
+                )
     except Exception as error:  # Jinja raises more than it declares
         raise InvalidRequestError(
             f"the model's chat template is not valid: {error}", param="model"

@@ -54,7 +54,7 @@ class ComputeChoices:
         records = {**read_records(self._file), fingerprint: record}
         if not write_records(self._file, records):
             _log.warning(
-                "cannot write %s: the next start chooses the dtype again. Let the directory be "
+                "cannot write %s; the next start chooses the dtype again. Make the directory "
                 "writable, or set dtype.",
                 self._file,
             )

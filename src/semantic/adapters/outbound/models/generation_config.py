@@ -35,10 +35,10 @@ def read_generation_config(directory: Path) -> SamplingDefaults:
     except FileNotFoundError:
         return SamplingDefaults()
     except (OSError, ValueError, RecursionError) as error:
-        _log.warning("%s cannot be read and is ignored: %s", path, error)
+        _log.warning("ignoring %s: %s", path, error)
         return SamplingDefaults()
     if not isinstance(config, dict):
-        _log.warning("%s holds no JSON object and is ignored", path)
+        _log.warning("ignoring %s: it is not a JSON object", path)
         return SamplingDefaults()
     return _defaults(config, path)
 
@@ -53,7 +53,7 @@ def _defaults(config: Mapping[str, object], path: Path) -> SamplingDefaults:
             number = _number(value, kind)
             SamplingDefaults(**{name: number})
         except (InvalidRequestError, TypeError, OverflowError) as error:
-            _log.warning("%s: %s %r is ignored: %s", path, key, value, error)
+            _log.warning("%s: ignoring %s %r: %s", path, key, value, error)
         else:
             known[name] = number
     if config.get("do_sample") is False:

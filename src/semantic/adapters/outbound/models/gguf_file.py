@@ -30,12 +30,18 @@ _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 # GPT-OSS ends a reply with any of these; GGUF names only the first.
 _HARMONY_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
 _ATTENTION = (
-    *("input_layernorm", "post_attention_layernorm"),
-    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    "input_layernorm",
+    "post_attention_layernorm",
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
 )
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _EXPERTS = (
-    *("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj"),
+    "mlp.experts.gate_proj",
+    "mlp.experts.up_proj",
+    "mlp.experts.down_proj",
     "mlp.router",
 )
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -117,7 +123,7 @@ class GgufFile:
         if value is None:
             return None
         if type(value) is not kind:
-            raise self.refusal(f"{key} is {type(value).__name__}, not {kind.__name__}")
+            raise self.refusal(f"{key} is {type(value).__name__}; expected {kind.__name__}")
         if (problem := _number_problem(value)) is not None:
             raise self.refusal(f"{key} {problem}")
         return value
@@ -126,12 +132,12 @@ class GgufFile:
         """Return a required metadata value."""
         value = self.find(key, kind)
         if value is None:
-            raise self.refusal(f"its metadata has no {key}")
+            raise self.refusal(f"metadata key {key} is missing")
         return value
 
     def refusal(self, why: str) -> InvalidRequestError:
         """Create the error for a file that cannot be imported."""
-        return InvalidRequestError(f"{self.path} cannot be imported: {why}.", param="model")
+        return InvalidRequestError(f"cannot import {self.path}: {why}.", param="model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +157,9 @@ class Shape:
 def _number_problem(value: object) -> str | None:
     for number in value if isinstance(value, list) else (value,):
         if isinstance(number, float) and not math.isfinite(number):
-            return f"is or holds {number}, which is not a finite number"
+            return f"is or contains {number}; expected finite numbers"
     if isinstance(value, int) and not 0 <= value <= _MAX_INT:
-        return f"is {value}, not a number from 0 to {_MAX_INT}"
+        return f"is {value}; expected a number from 0 to {_MAX_INT}"
     return None
 
 
@@ -168,9 +174,9 @@ def open_gguf(path: Path) -> GgufFile:
         reader = gguf.GGUFReader(path)
         fields = {key: field.contents() for key, field in reader.fields.items()}
     except FileNotFoundError as error:
-        raise ModelNotFoundError(f"There is no model file {path}.") from error
+        raise ModelNotFoundError(f"model file {path} does not exist.") from error
     except OSError as error:
-        why = f"{path} cannot be read: {error.strerror}."
+        why = f"cannot read {path}: {error.strerror}."
         raise InvalidRequestError(why, param="model") from error
     # The reader validates little; the exception depends on where the damage is.
     except (ValueError, LookupError, TypeError, ArithmeticError, MemoryError) as error:
@@ -178,7 +184,7 @@ def open_gguf(path: Path) -> GgufFile:
         raise InvalidRequestError(why, param="model") from error
     file = GgufFile(path, fields, {tensor.name: tensor for tensor in reader.tensors})
     if reader.byte_order != "I":
-        raise file.refusal("it was written for the other byte order")
+        raise file.refusal("its byte order differs from this machine's")
     return file
 
 
@@ -187,13 +193,15 @@ def read_shape(file: GgufFile) -> Shape:
     name = file.get("general.architecture", str)
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise file.refusal(f"its architecture {name!r} is not one of {known}")
+        raise file.refusal(f"architecture {name!r} is not supported; supported are {known}")
     num_heads = file.get(f"{name}.attention.head_count", int)
     hidden_size = file.get(f"{name}.embedding_length", int)
     head_dim = file.find(f"{name}.attention.key_length", int) or hidden_size // max(num_heads, 1)
     rope_dim = file.find(f"{name}.rope.dimension_count", int) or head_dim
     if rope_dim != head_dim:
-        raise file.refusal(f"it rotates only {rope_dim} of a head's {head_dim} dimensions")
+        raise file.refusal(
+            f"RoPE over only {rope_dim} of a head's {head_dim} dimensions is not supported"
+        )
     return Shape(
         architecture=ARCHITECTURES[name],
         num_layers=file.get(f"{name}.block_count", int),
@@ -290,7 +298,7 @@ def _rope_scaling(file: GgufFile, shape: Shape) -> dict[str, object] | None:
             "truncate": False,  # as the model was trained
         }
     if kind != "none":
-        raise file.refusal(f"its rope scaling {kind!r} is not supported")
+        raise file.refusal(f"RoPE scaling {kind!r} is not supported")
     if ROPE_FACTORS not in file.tensors:
         return None
     factors = read_floats(file.tensors[ROPE_FACTORS])
@@ -298,7 +306,7 @@ def _rope_scaling(file: GgufFile, shape: Shape) -> dict[str, object] | None:
     # GGUF stores only the resulting factors: accept them if Llama 3's formula gives the same.
     expected = _llama3_factors(shape, factor)
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
-        raise file.refusal("its rope factors are not those of Llama 3, which alone are supported")
+        raise file.refusal("its RoPE factors are not supported; only those of Llama 3 are")
     return {
         "rope_type": "llama3",
         "factor": factor,

@@ -2,7 +2,7 @@
 
 Writes ``tokenizer.json`` and ``tokenizer_config.json``. This module knows neither the layout of
 GGUF files nor weights. GGUF names the pre-tokenizer instead of describing it, so every supported
-name is defined here; a guess for an unknown name would silently split text wrongly.
+name is defined here; a wrong choice for an unknown name would silently split text wrongly.
 """
 
 import json
@@ -154,11 +154,12 @@ def _splitting(vocabulary: GgufVocabulary) -> _Splitting:
         "gpt-4o": _Splitting(_cased_words(r"\p{N}{1,3}", _CONTRACTION)),
     }
     if vocabulary.model != "gpt2":
-        why = f"its tokenizer is of kind {vocabulary.model!r}; 'gpt2' and 'llama' are supported"
+        why = f"tokenizer model {vocabulary.model!r} is not supported; 'gpt2' and 'llama' are"
         raise _refusal(vocabulary, why)
     if vocabulary.pre not in splittings:
         known = ", ".join(sorted(splittings))
-        raise _refusal(vocabulary, f"its pre-tokenizer {vocabulary.pre!r} is not one of {known}")
+        why = f"pre-tokenizer {vocabulary.pre!r} is not supported; supported are {known}"
+        raise _refusal(vocabulary, why)
     return splittings[vocabulary.pre]
 
 
@@ -273,4 +274,4 @@ def _token(vocabulary: GgufVocabulary, token_id: int | None) -> str | None:
 
 
 def _refusal(vocabulary: GgufVocabulary, why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{vocabulary.source} cannot be imported: {why}.", param="model")
+    return InvalidRequestError(f"cannot import {vocabulary.source}: {why}.", param="model")

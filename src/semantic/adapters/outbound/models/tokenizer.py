@@ -30,7 +30,7 @@ class HFTokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise InvalidRequestError(
-                f"{directory} has no tokenizer.json; only fast tokenizers are supported.",
+                f"{directory} has no tokenizer.json, which is required.",
                 param="model",
             )
         self._tokenizer = _load(path)
@@ -55,18 +55,15 @@ class HFTokenizer:
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise; special tokens in the text become their ids, and none is added."""
         return _joined_ids(self._tokenizer, self._cut(text))
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Tokenise a whole prompt, prefixed by the BOS token if the tokenizer adds one."""
         ids = self.encode(text)
         begun = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
         is_begun = not begun or begun[0] in self.eos_ids or ids[:1] == begun
         return ids if is_begun else [*begun, *ids]
 
     def encode_plain(self, text: str, *, is_start: bool = False) -> list[int]:
-        """Tokenise text so that no id of the result is special."""
         return self._plain.encode(text, is_start=is_start)
 
     def _token_bytes(self, token: int) -> bytes:
@@ -133,7 +130,7 @@ def _load(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower type
         raise InvalidRequestError(
-            f"{path} is damaged or of an unknown kind ({error}); fetch the model again.",
+            f"{path} is damaged or of an unknown kind ({error}); download the model again.",
             param="model",
         ) from error
     tokenizer.no_truncation()

@@ -427,17 +427,17 @@ def test_metadata_decides_whether_text_begins_with_bos(adds_bos: bool, tmp_path:
     "tiny,words",
     [
         (Tiny("gemma"), ["architecture 'gemma'", "gemma2, gemma3, gpt-oss, llama"]),
-        (Tiny("qwen2"), ["lacks the tensor blk.0.attn_k.bias"]),
-        (Tiny(biases="qkv"), ["lacks the tensor blk.0.attn_output.bias"]),
+        (Tiny("qwen2"), ["tensor blk.0.attn_k.bias is missing"]),
+        (Tiny(biases="qkv"), ["tensor blk.0.attn_output.bias is missing"]),
         (Tiny(extra={"blk.0.ffn_gate_inp.weight": rope_factors(1)}), ["blk.0.ffn_gate_inp.weight"]),
-        (Tiny(extra={"rope_freqs.weight": rope_factors(8, 4096)}), ["rope factors"]),
-        (Tiny(fields={"llama.rope.scaling.type": "yarn"}), ["rope scaling 'yarn'"]),
+        (Tiny(extra={"rope_freqs.weight": rope_factors(8, 4096)}), ["RoPE factors"]),
+        (Tiny(fields={"llama.rope.scaling.type": "yarn"}), ["RoPE scaling 'yarn'"]),
         (Tiny(fields={"llama.rope.dimension_count": 4}), ["only 4 of a head's 8"]),
         (Tiny(fields={"llama.attention.head_count_kv": 4}), ["attn_k.weight has 16 rows"]),
-        (Tiny(fields={"llama.attention.head_count": [4, 4]}), ["head_count is list, not int"]),
-        (Tiny(fields={"llama.block_count": 2_000_000_000}), ["lacks the tensor blk."]),
+        (Tiny(fields={"llama.attention.head_count": [4, 4]}), ["head_count is list; expected int"]),
+        (Tiny(fields={"llama.block_count": 2_000_000_000}), ["tensor blk."]),
         *(
-            (Tiny(fields={key: 2**32 - 1}), [f"{key} is 4294967295, not a number from 0"])
+            (Tiny(fields={key: 2**32 - 1}), [f"{key} is 4294967295; expected a number from 0"])
             for key in (
                 *("llama.block_count", "llama.context_length", "llama.embedding_length"),
                 *("llama.attention.head_count", "llama.attention.head_count_kv"),
@@ -445,7 +445,7 @@ def test_metadata_decides_whether_text_begins_with_bos(adds_bos: bool, tmp_path:
             )
         ),
         *(
-            (Tiny(fields={key: value}), [f"{key} is or holds {value}"])
+            (Tiny(fields={key: value}), [f"{key} is or contains {value}"])
             for key in ("llama.rope.freq_base", "llama.attention.layer_norm_rms_epsilon")
             for value in (math.nan, math.inf, -math.inf)
         ),
@@ -453,14 +453,14 @@ def test_metadata_decides_whether_text_begins_with_bos(adds_bos: bool, tmp_path:
             Tiny(
                 fields={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": math.nan}
             ),
-            ["llama.rope.scaling.factor is or holds nan"],
+            ["llama.rope.scaling.factor is or contains nan"],
         ),
         (
             sentencepiece({"tokenizer.ggml.scores": [0.0, math.nan]}),
-            ["tokenizer.ggml.scores is or holds nan"],
+            ["tokenizer.ggml.scores is or contains nan"],
         ),
-        (Tiny(fields={"llama.context_length": None}), ["no llama.context_length"]),
-        (Tiny(fields={"tokenizer.ggml.model": "bert"}), ["kind 'bert'", "'gpt2'"]),
+        (Tiny(fields={"llama.context_length": None}), ["llama.context_length is missing"]),
+        (Tiny(fields={"tokenizer.ggml.model": "bert"}), ["model 'bert'", "'gpt2'"]),
         (Tiny(fields={"tokenizer.ggml.pre": "falcon"}), ["'falcon'", "llama-bpe, qwen2, smollm"]),
         (Tiny(fields={"tokenizer.ggml.merges": ["q q"]}), ["tokenizer is damaged"]),
         (Tiny(fields={"tokenizer.ggml.merges": ["he"]}), ["'he' is not a pair"]),
