@@ -72,8 +72,8 @@ class VariantSchema(Schema):
         return value
 
 
-class FunctionSchema(Schema):
-    """A function that the model may call, in OpenAI's format."""
+class ToolSchema(Schema):
+    """A function that the model may call; each protocol narrows or adds fields."""
 
     name: str | None = None
     description: str | None = None

@@ -19,6 +19,7 @@ from pydantic import (
 from semantic.adapters.inbound.wire import (
     MAX_ENTRIES,
     NO_LIMIT,
+    ToolSchema,
     reply_limit,
     sampling_of,
     tool_choice_of,
@@ -48,7 +49,6 @@ from semantic.domain.chat import (
     ServiceClass,
     TextPart,
     ToolResultPart,
-    ToolSpec,
     json_fault,
 )
 from semantic.domain.errors import InvalidRequestError
@@ -111,17 +111,15 @@ class _Schema(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
 
-class Tool(_Schema):
+class Tool(ToolSchema):
     """A function the model may call."""
+
+    model_config = _Schema.model_config
 
     name: Annotated[str, Field(pattern=TOOL_NAME)]
     description: Text = ""
     parameters: _PlainJson = Field(default_factory=dict, description="JSON schema of the arguments")
     strict: bool = False
-
-    def to_domain(self) -> ToolSpec:
-        """Translate to a tool of the domain."""
-        return ToolSpec(self.name, self.description, self.parameters, is_strict=self.strict)
 
 
 class AgentQuota(_Schema):

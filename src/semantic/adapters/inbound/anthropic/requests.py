@@ -20,9 +20,11 @@ from semantic.adapters.inbound.wire import (
     NO_LIMIT,
     Limited,
     Schema,
+    ToolSchema,
     client_params,
     example,
     limit_parts,
+    refuse,
     renumber,
     reply_limit,
     sampling_of,
@@ -243,32 +245,28 @@ _TOOL_MODES = {
 }
 
 
-class _Tool(Schema):
+class _Tool(ToolSchema):
     type: str | None = None
-    name: str | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    strict: bool | None = None
+    parameters: dict[str, Any] | None = Field(None, alias="input_schema")
     defer_loading: bool | None = None
     cache_control: dict[str, Any] | None = None
 
     @property
     def is_custom(self) -> bool:
         """Whether the request defines it; only Anthropic's models and servers know other tools."""
-        return self.input_schema is not None or self.type in (None, "custom")
+        return self.parameters is not None or self.type in (None, "custom")
 
-    def to_domain(self, index: int) -> ToolSpec:
-        if not self.name:
-            raise InvalidRequestError("Field required", param=f"tools[{index}].name")
-        if self.input_schema is None:
-            raise InvalidRequestError("Field required", param=f"tools[{index}].input_schema")
-        return ToolSpec(
-            self.name,
-            self.description or "",
-            self.input_schema,
-            is_strict=bool(self.strict),
-            is_deferred=bool(self.defer_loading),
-        )
+    def to_domain(self) -> ToolSpec:
+        return replace(super().to_domain(), is_deferred=bool(self.defer_loading))
+
+    def check(self, index: int) -> None:
+        """Refuse a tool without a name or a schema.
+
+        Raises:
+            InvalidRequestError: one of them is missing.
+        """
+        refuse(not self.name, f"tools[{index}].name", "Field required")
+        refuse(self.parameters is None, f"tools[{index}].input_schema", "Field required")
 
 
 class _ToolChoice(Schema):
@@ -339,14 +337,13 @@ class CountRequest(Schema):
             InvalidRequestError: the server cannot honour the value of a field.
         """
         messages = self._messages()
+        for index, tool in enumerate(self.tools or ()):
+            if tool.is_custom:
+                tool.check(index)
         return ChatRequest(
             model=self.model or "",
             messages=messages,
-            tools=tuple(
-                tool.to_domain(index)
-                for index, tool in enumerate(self.tools or ())
-                if tool.is_custom
-            ),
+            tools=tuple(tool.to_domain() for tool in self.tools or () if tool.is_custom),
             tool_choice=self.tool_choice.to_domain() if self.tool_choice else ToolChoice(),
             output_format=self._output_format(),
             # Clients that do not request thinking take the first block for the answer.

@@ -17,9 +17,9 @@ from semantic.adapters.inbound.openai.fields import (
 from semantic.adapters.inbound.wire import (
     MAX_MESSAGES,
     NO_LIMIT,
-    FunctionSchema,
     Limited,
     Schema,
+    ToolSchema,
     VariantSchema,
     example,
     limit_parts,
@@ -180,7 +180,7 @@ class _ResponseFormat(Schema):
         return JsonFormat(self.schema_)
 
 
-class _Function(FunctionSchema):
+class _Function(ToolSchema):
     name: str
 
 

@@ -20,9 +20,9 @@ from semantic.adapters.inbound.openai.fields import (
 from semantic.adapters.inbound.wire import (
     MAX_MESSAGES,
     NO_LIMIT,
-    FunctionSchema,
     Limited,
     Schema,
+    ToolSchema,
     VariantSchema,
     example,
     limit_entries,
@@ -205,7 +205,7 @@ _ENCRYPTED = "reasoning.encrypted_content"
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 
 
-class _Tool(FunctionSchema):
+class _Tool(ToolSchema):
     """A tool of any type; only functions are offered to the model."""
 
     type: str
