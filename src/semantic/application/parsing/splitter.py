@@ -1,8 +1,10 @@
 """The base class of splitters with its buffer of undecided text, and the splitter of thinking."""
 
+import copy
 import enum
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Self
 
 from semantic.domain.events import Event, ScoredToken, TextDelta, ThinkingDelta, ThinkingEnded
 from semantic.domain.reply_format import Markers
@@ -38,6 +40,12 @@ class PendingText:
         self._cut(size)
         return text
 
+    def copy(self) -> "PendingText":
+        """Return an independent copy."""
+        other = copy.copy(self)
+        other._logprobs = self._logprobs.copy()
+        return other
+
     def _cut(self, size: int) -> tuple[ScoredToken, ...]:
         self.text = self.text[size:]
         reached = self._end - len(self.text)
@@ -67,6 +75,12 @@ class Splitter:
         """
         self._is_cut = is_cut
         return self._run(is_final=True)
+
+    def copy(self) -> Self:
+        """Return an independent copy at the same position in the reply."""
+        other = copy.copy(self)
+        other._pending = self._pending.copy()
+        return other
 
     def _run(self, *, is_final: bool) -> list[Event]:
         raise NotImplementedError
@@ -99,6 +113,16 @@ class ThinkingSplitter(Splitter):
         self._may_repeat_start = is_open
         self._is_after_marker = False
         self._has_thought = False
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the next character is part of the thinking."""
+        return self._place is _Place.INSIDE
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer has begun; no thinking follows."""
+        return self._place is _Place.AFTER
 
     def _run(self, *, is_final: bool) -> list[Event]:
         events: list[Event] = []

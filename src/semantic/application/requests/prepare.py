@@ -20,7 +20,7 @@ from semantic.application.engine.request import Job, monotonic
 from semantic.application.prompt.renderer import FrozenDates, Prompt, Renderer
 from semantic.application.prompt.replay import ReplayStore, TenantReplays
 from semantic.application.requests.identity import Claim, Identities, Identity
-from semantic.application.requests.thinking_budget import ThinkingBudget, ThinkingSpan
+from semantic.application.requests.thinking_budget import ThinkingBudget, ThinkingCounter
 from semantic.domain.agents import Agent, Principal
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import ChatRequest, RawPrompt, Thinking, require_whole_characters
@@ -51,7 +51,7 @@ class PreparedRequest:
     Attributes:
         shape: The required form of the reply.
         identity: The agent that the turn belongs to.
-        span: Counts the tokens of thinking; None if the model does not think.
+        thinking: Counts the tokens of thinking; None if the model does not think.
         day: The date shown in the prompt; None if it shows none.
         num_begun: Tokens at the end of the prompt that are the beginning of the reply.
     """
@@ -62,7 +62,7 @@ class PreparedRequest:
     job: Job
     shape: ReplyShape
     identity: Identity
-    span: ThinkingSpan | None = None
+    thinking: ThinkingCounter | None = None
     day: date | None = None
     num_begun: int = 0
 
@@ -135,10 +135,16 @@ class Preparation:
             prediction=_predicted(request, model),
             past=self._past.of(principal.tenant, root, model),
         )
-        span = _span(shape, model, visible)
-        num_begun = prompt.num_begun
         return PreparedRequest(
-            request, principal, model, job, shape, identity, span, day, num_begun
+            request,
+            principal,
+            model,
+            job,
+            shape,
+            identity,
+            thinking=_thinking_counter(shape, model, visible),
+            day=day,
+            num_begun=prompt.num_begun,
         )
 
     def count_tokens(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> int:
@@ -294,9 +300,9 @@ def _constraint(
     return constraint
 
 
-def _span(
+def _thinking_counter(
     shape: ReplyShape, model: LoadedModel, visible: Mapping[int, bytes]
-) -> ThinkingSpan | None:
+) -> ThinkingCounter | None:
     markers = shape.format.thinking_markers
     if markers is None:
         return None
@@ -304,7 +310,7 @@ def _span(
     def piece(token: int) -> bytes:
         return visible.get(token) or model.tokenizer.token_bytes(token)
 
-    return ThinkingSpan(markers, piece, is_open=shape.is_thinking_open)
+    return ThinkingCounter(markers, piece, is_open=shape.is_thinking_open)
 
 
 def _within(
@@ -315,12 +321,12 @@ def _within(
     inner: TokenConstraint | None,
 ) -> TokenConstraint | None:
     """Add a limit of `budget` tokens of thinking to a constraint."""
-    span, markers = _span(shape, model, visible), shape.format.thinking_markers
-    if span is None or markers is None:
+    thinking, markers = _thinking_counter(shape, model, visible), shape.format.thinking_markers
+    if thinking is None or markers is None:
         return inner
     # Models write the end marker on its own line.
     way_out = model.tokenizer.encode(f"\n{markers.end}")
-    return ThinkingBudget(budget, span, way_out, model.tokenizer.vocab_size, inner)
+    return ThinkingBudget(budget, thinking, way_out, model.tokenizer.vocab_size, inner)
 
 
 def _predicted(request: ChatRequest, model: LoadedModel) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from semantic.application.engine.request import EventBatch, ReplyState
 from semantic.application.parsing import MessageFold, ReplyParser
-from semantic.application.requests.thinking_budget import ThinkingSpan
+from semantic.application.requests.thinking_budget import ThinkingCounter
 from semantic.domain.agents import Reuse
 from semantic.domain.chat import Message
 from semantic.domain.errors import SemanticError, internal_error
@@ -74,7 +74,7 @@ class LiveReply:
         on_cancel: Callable[[], None],
         *,
         log: LogReply | None = None,
-        span: ThinkingSpan | None = None,
+        thinking: ThinkingCounter | None = None,
         beginning: str = "",
     ) -> None:
         """Start with one event to read.
@@ -84,14 +84,14 @@ class LiveReply:
             parser: Splits text into thinking, text and tool calls.
             on_cancel: Stops the computation.
             log: Logs the reply; awaited before the reader gets the final event.
-            span: Counts the tokens of thinking; None if the model does not think.
+            thinking: Counts the tokens of thinking; None if the model does not think.
             beginning: The beginning of the message, given by the client; not sent as an event.
         """
         self.state: ReplyState | None = None
         self._parser = parser
         self._on_cancel = on_cancel
         self._log = log
-        self._span = span
+        self._thinking = thinking
         self._end_hooks: list[EndHook] = []
         self._raw: list[str] = []
         self._fold = MessageFold()
@@ -154,11 +154,11 @@ class LiveReply:
 
     def _counted(self, event: Finished) -> Finished:
         """Add the number of thinking tokens to the usage."""
-        if self._span is None or self.state is None:
+        if self._thinking is None or self.state is None:
             return event
         for token in self.state.tokens:
-            self._span.feed(token)
-        usage = replace(event.usage, thinking_tokens=self._span.num_tokens)
+            self._thinking.feed(token)
+        usage = replace(event.usage, thinking_tokens=self._thinking.num_tokens)
         return replace(event, usage=usage)
 
     def _parsed(self, event: Event) -> list[Event]:

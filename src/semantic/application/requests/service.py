@@ -160,7 +160,7 @@ class InferenceService:
             parser,
             on_cancel=lambda: self._device.cancel(job.id),
             log=lambda finished: self._log_turn(prepared, finished, claim.epoch),
-            span=prepared.span,
+            thinking=prepared.thinking,
             beginning=prepared.request.beginning,
         )
         self._hub.open(job.id, reply)

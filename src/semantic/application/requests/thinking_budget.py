@@ -5,21 +5,16 @@ allowed. Then the model continues with the answer as if it had stopped thinking 
 """
 
 import copy
-import enum
 from collections.abc import Callable, Sequence
 
+from semantic.application.parsing.splitter import ThinkingSplitter
+from semantic.domain.events import TextDelta
 from semantic.domain.reply_format import Markers
 from semantic.ports.text import TokenConstraint
 
 
-class _Place(enum.Enum):
-    BEFORE = enum.auto()  # all text so far may be the beginning of a start marker
-    INSIDE = enum.auto()
-    AFTER = enum.auto()
-
-
-class ThinkingSpan:
-    """Tracks whether a reply is before, inside or after its thinking; `feed` mutates it.
+class ThinkingCounter:
+    """Counts the tokens of thinking, as the reply's parser separates it; `feed` mutates it.
 
     Attributes:
         num_tokens: Tokens of thinking so far, including the markers.
@@ -35,34 +30,38 @@ class ThinkingSpan:
             piece: Returns a token's text, including that of markers that are special tokens.
             is_open: The prompt ends inside thinking.
         """
-        self._start = markers.start.encode()
-        self._end = markers.end.encode()
+        # A token may end inside a character, so bytes stand for characters.
+        as_bytes = Markers(_latin(markers.start.encode()), _latin(markers.end.encode()))
+        self._splitter = ThinkingSplitter(as_bytes, is_open=is_open, sign=str)
         self._piece = piece
-        self._place = _Place.INSIDE if is_open else _Place.BEFORE
-        self._text = b""
+        self._num_undecided = 0  # latest tokens that may belong to a start marker
         self.num_tokens = 0
 
     @property
     def is_inside(self) -> bool:
         """Whether the next token is part of the thinking."""
-        return self._place is _Place.INSIDE
+        return self._splitter.is_inside
 
     def feed(self, token: int) -> None:
         """Process the reply's next token."""
-        if self._place is _Place.AFTER:
+        if self._splitter.is_over:
             return
-        self.num_tokens += 1
-        self._text += self._piece(token)
-        if self._place is _Place.BEFORE:
-            begun = self._text.lstrip()
-            if begun.startswith(self._start):
-                self._place, self._text = _Place.INSIDE, begun[len(self._start) :]
-            elif not self._start.startswith(begun):
-                self._place, self.num_tokens = _Place.AFTER, 0
-        if self._place is _Place.INSIDE:
-            if self._end in self._text:
-                self._place = _Place.AFTER
-            self._text = self._text[-len(self._end) :]
+        was_inside = self.is_inside
+        self._num_undecided += 1
+        self._splitter.feed(TextDelta(_latin(self._piece(token))))
+        if was_inside or self.is_inside:
+            self.num_tokens += self._num_undecided
+            self._num_undecided = 0
+
+    def copy(self) -> "ThinkingCounter":
+        """Return an independent copy at the same position in the reply."""
+        other = copy.copy(self)
+        other._splitter = self._splitter.copy()
+        return other
+
+
+def _latin(piece: bytes) -> str:
+    return piece.decode("latin-1")
 
 
 class ThinkingBudget:
@@ -71,7 +70,7 @@ class ThinkingBudget:
     def __init__(
         self,
         budget: int,
-        span: ThinkingSpan,
+        thinking: ThinkingCounter,
         way_out: Sequence[int],
         vocab_size: int,
         inner: TokenConstraint | None = None,
@@ -80,13 +79,13 @@ class ThinkingBudget:
 
         Args:
             budget: Maximum tokens of thinking before the end marker is forced.
-            span: Tracks the reply's thinking.
+            thinking: Counts the reply's tokens of thinking.
             way_out: The tokens of the end marker.
             vocab_size: Size of the vocabulary.
             inner: Another constraint on the reply; it takes precedence in a conflict.
         """
         self._budget = budget
-        self._span = span
+        self._thinking = thinking
         self._way_out = tuple(way_out)
         self._num_bytes = (vocab_size + 7) // 8
         self._inner = inner
@@ -107,17 +106,18 @@ class ThinkingBudget:
     def accept(self, token: int) -> None:
         """Advance by one token."""
         self._num_forced = self._num_forced + 1 if token == self._forced() else 0
-        self._span.feed(token)
+        self._thinking.feed(token)
         if self._inner is not None:
             self._inner.accept(token)
 
     def copy(self) -> "ThinkingBudget":
         """Return an independent copy at the same position in the reply."""
         other = copy.copy(self)
-        other._span = copy.copy(self._span)
+        other._thinking = self._thinking.copy()
         other._inner = self._inner.copy() if self._inner else None
         return other
 
     def _forced(self) -> int | None:
-        is_spent = self._span.is_inside and self._span.num_tokens - self._num_forced >= self._budget
+        num_thought = self._thinking.num_tokens - self._num_forced
+        is_spent = self._thinking.is_inside and num_thought >= self._budget
         return self._way_out[self._num_forced % len(self._way_out)] if is_spent else None

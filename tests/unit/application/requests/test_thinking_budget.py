@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semantic.application.requests.thinking_budget import ThinkingBudget, ThinkingSpan
+from semantic.application.requests.thinking_budget import ThinkingBudget, ThinkingCounter
 from semantic.domain.reply_format import Markers, ReplyFormat, ToolFormat
 
 pytestmark = pytest.mark.unit
@@ -17,8 +17,8 @@ def piece(token: int) -> bytes:
     return bytes((token,))
 
 
-def span(*, is_open: bool = False) -> ThinkingSpan:
-    return ThinkingSpan(MARKERS, piece, is_open=is_open)
+def counter(*, is_open: bool = False) -> ThinkingCounter:
+    return ThinkingCounter(MARKERS, piece, is_open=is_open)
 
 
 def only(mask: bytes) -> int:
@@ -28,7 +28,7 @@ def only(mask: bytes) -> int:
 
 def reply(budget: int, wish: bytes, *, is_open: bool) -> bytes:
     """What a model writes that wants to write `wish`, and after a forced end the rest of it."""
-    constraint = ThinkingBudget(budget, span(is_open=is_open), WAY_OUT, 256)
+    constraint = ThinkingBudget(budget, counter(is_open=is_open), WAY_OUT, 256)
     written = bytearray()
     rest = list(wish)
     while rest:
@@ -46,12 +46,13 @@ def reply(budget: int, wish: bytes, *, is_open: bool) -> bytes:
         (b"\n <think>abc</think>answer", False, 20),
         (b"abc</think>answer", True, 11),
         (b"answer with <think>", False, 0),
-        (b"<thin", False, 5),
+        (b"<thin", False, 0),
+        (b"<think>a</think>\n<think>b</think>answer", False, 33),
         (b"<think>never ends", False, 17),
     ],
 )
 def test_thinking_is_counted(text: bytes, is_open: bool, num_tokens: int) -> None:
-    followed = span(is_open=is_open)
+    followed = counter(is_open=is_open)
     for token in text:
         followed.feed(token)
     assert followed.num_tokens == num_tokens
@@ -70,7 +71,7 @@ def test_thinking_ends_when_its_budget_is_spent() -> None:
 
 @given(st.binary(max_size=40), st.integers(0, 20))
 def test_no_reply_thinks_for_longer(wish: bytes, budget: int) -> None:
-    followed = span(is_open=True)
+    followed = counter(is_open=True)
     for token in reply(budget, wish, is_open=True):
         followed.feed(token)
     assert followed.num_tokens <= budget + len(WAY_OUT)
@@ -99,7 +100,7 @@ class Letters:
 
 def test_what_else_is_required_comes_first() -> None:
     inner = Letters()
-    constraint = ThinkingBudget(0, span(is_open=True), WAY_OUT, 256, inner)
+    constraint = ThinkingBudget(0, counter(is_open=True), WAY_OUT, 256, inner)
     assert constraint.allowed() == inner.allowed()
     ahead = constraint.copy()
     ahead.accept(ord("b"))
@@ -111,7 +112,7 @@ def test_what_else_is_required_comes_first() -> None:
 def test_channels_are_thinking_too() -> None:
     markers = ReplyFormat(ToolFormat.HARMONY).thinking_markers
     assert markers is not None
-    followed = ThinkingSpan(markers, piece)
+    followed = ThinkingCounter(markers, piece)
     for token in b"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant":
         followed.feed(token)
     assert followed.num_tokens == len(b"<|channel|>analysis<|message|>Hm.<|end|>")
