@@ -48,6 +48,7 @@ class Server:
     model_id: str
     device: DeviceThread
     inference: InferenceService
+    chat: StatefulChat
     models: ModelRegistry
     runtime: Runtime
     memory: AgentMemory
@@ -118,7 +119,6 @@ def bootstrap(settings: Settings) -> Server:
     cache = CacheService(lambda: memory.cache, memory.agents, device, watch, feed, memory.disk)
     metrics.read(cache, watch, lambda: device.state)
     lanes = TurnLanes(max_waiting=max_waiting, timeout_s=timeout_s)
-    chat = StatefulChat(memory.agents, lanes, inference)
     runtime = Runtime(settings.runtime, device, models, memory.disk, memory.resize, set_log_level)
     return Server(
         settings=settings,
@@ -127,10 +127,11 @@ def bootstrap(settings: Settings) -> Server:
         model_id=loader.first.id,
         device=device,
         inference=inference,
+        chat=StatefulChat(memory.agents, lanes, inference),
         models=models,
         runtime=runtime,
         memory=memory,
-        agents=AgentService(memory.agents, lanes, chat.generate, cache, feed, device),
+        agents=AgentService(memory.agents, lanes, cache, feed, device),
         lanes=lanes,
         cache=cache,
         transfer=AgentTransfer(

@@ -109,7 +109,7 @@ def create_app(server: Server) -> FastAPI:
     app.include_router(anthropic_router(server.inference, principal))
     app.include_router(AdminApi(server.models, server.device, server.runtime).router())
     app.include_router(CacheApi(server.cache, server.feed, principal).router())
-    app.include_router(AgentApi(server.agents, server.transfer, principal).router())
+    app.include_router(AgentApi(server.chat, server.agents, server.transfer, principal).router())
     _add_middleware(app, server)
     return app
 

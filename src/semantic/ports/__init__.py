@@ -1,7 +1,8 @@
 """The interfaces between the core and its adapters: protocols and value types, no behaviour.
 
-`inbound.py` is the interface that protocol adapters call: replies (`InferencePort`), models, and
-the values that the services of `application/agents` return. The core calls the other interfaces.
+`inbound.py` is the interface that protocol adapters call: replies (`InferencePort`, and for stored
+conversations `StatefulInferencePort`), models, and the values that the services of
+`application/agents` return. The core calls the other interfaces.
 `text.py` converts a conversation to tokens, and constrains the tokens of a reply to a grammar.
 `backend.py` finds models, computes steps of sequences, and exports and imports their KV cache as
 `KVPayload`. `storage.py` stores payloads in files (`BlockFilesPort`), agents and turns in a ledger

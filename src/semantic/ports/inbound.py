@@ -82,7 +82,10 @@ class Embeddings:
 
 
 class InferencePort(Protocol):
-    """Generates replies and embeddings. Called on the event loop's thread."""
+    """Generates replies to conversations that the client sends whole, and embeddings.
+
+    Called on the event loop's thread.
+    """
 
     async def start(self, request: ChatRequest, principal: Principal) -> Reply:
         """Render, tokenise, check and queue a request.
@@ -125,6 +128,38 @@ class InferencePort(Protocol):
 
         Raises:
             ModelSwapError: the model is still loading, or failed to load.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class NewTurn:
+    """New messages in an agent's conversation, and the parameters of the reply."""
+
+    messages: tuple[Message, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: StopRules = field(default_factory=StopRules)
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    output_format: OutputFormat | None = None
+    thinking: Thinking | None = None
+
+
+class StatefulInferencePort(Protocol):
+    """Generates replies in conversations that the server stores."""
+
+    async def generate(self, principal: Principal, agent_id: str, ask: NewTurn) -> Reply:
+        """Reply to new messages in an agent's conversation; turns of one agent run in sequence.
+
+        Call it on the event loop's thread.
+
+        Raises:
+            AgentNotFoundError: there is no such agent.
+            QuotaExceededError: the agent's quota is used up.
+            OverloadedError: too many turns of all agents are waiting.
+            ContextLengthError: the conversation exceeds the context, and its oldest part must not
+                be dropped.
+            GenerationTimeoutError: the agent's earlier turns took too long.
+            InvalidRequestError, ModelNotFoundError, ModelSwapError, DrainingError: see
+                `InferencePort`.
         """
 
 
@@ -250,18 +285,6 @@ class AgentPage:
     agents: tuple[AgentView, ...]
     num_matching: int
     cursor: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class NewTurn:
-    """New messages in an agent's conversation, and the parameters of the reply."""
-
-    messages: tuple[Message, ...]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    stop: StopRules = field(default_factory=StopRules)
-    tool_choice: ToolChoice = field(default_factory=ToolChoice)
-    output_format: OutputFormat | None = None
-    thinking: Thinking | None = None
 
 
 @dataclass(frozen=True, slots=True)

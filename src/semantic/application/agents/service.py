@@ -2,10 +2,9 @@
 
 import base64
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import TypeAlias
 
 from semantic.application.agents.cache_admin import CacheService
 from semantic.application.agents.feed import AgentAction, AgentChanged, EventFeed
@@ -20,13 +19,10 @@ from semantic.ports.inbound import (
     AgentView,
     DivergenceView,
     Explanation,
-    NewTurn,
-    Reply,
 )
 
 _SHOWN_TOKENS = 24
 _SHOWN_TURNS = 100
-Generate: TypeAlias = Callable[[Principal, str, NewTurn], Awaitable[Reply]]
 _PAST = ("head", "num_turns", "created_at", "last_used")
 
 
@@ -34,16 +30,15 @@ class AgentService:
     """The agents of all tenants. A tenant sees only its own agents.
 
     Methods raise AgentNotFoundError if the agent or the turn does not exist. They may read from
-    disk. Call `generate` on the event loop's thread; the other methods are thread-safe. If the
-    server is configured for durability, methods that change an agent return when the change is
-    written, and raise CachePersistenceError if it cannot be written in time.
+    disk, and are thread-safe. If the server is configured for durability, methods that change an
+    agent return when the change is written, and raise CachePersistenceError if it cannot be written
+    in time.
     """
 
     def __init__(
         self,
         agents: AgentLedger,
         lanes: TurnLanes,
-        generate: Generate,
         cache: CacheService,
         feed: EventFeed,
         device: DeviceThread,
@@ -53,14 +48,12 @@ class AgentService:
         Args:
             agents: All agents and turns.
             lanes: Running and waiting turns.
-            generate: Generates a reply in an agent's conversation.
             cache: Locates the KV cache of agents.
             feed: Receives an event for every change to an agent.
             device: Provides the loaded model, whose tokenizer decodes tokens for display.
         """
         self._agents = agents
         self._lanes = lanes
-        self._generate = generate
         self._cache = cache
         self._feed = feed
         self._device = device
@@ -113,20 +106,6 @@ class AgentService:
             if gone.is_pinned:
                 self._cache.repin()
             self._tell(gone, AgentAction.DELETED)
-
-    async def generate(self, principal: Principal, agent_id: str, ask: NewTurn) -> Reply:
-        """Reply to new messages in an agent's conversation; turns of one agent run in sequence.
-
-        Raises:
-            QuotaExceededError: the agent's quota is used up.
-            OverloadedError: too many turns of all agents are waiting.
-            ContextLengthError: the conversation exceeds the context, and its oldest part must not
-                be dropped.
-            GenerationTimeoutError: the agent's earlier turns took too long.
-            InvalidRequestError, ModelNotFoundError, ModelSwapError, DrainingError: see
-                `InferencePort`.
-        """
-        return await self._generate(principal, agent_id, ask)
 
     # -- history --------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ def _size(messages: Sequence[Message]) -> int:
 
 
 class StatefulChat:
-    """Generates replies in stored conversations of agents. Used on the event loop's thread."""
+    """`StatefulInferencePort` over the agents' ledger and the inference service."""
 
     def __init__(self, agents: AgentLedger, lanes: TurnLanes, inference: InferenceService) -> None:
         self._agents = agents
@@ -111,7 +111,6 @@ class StatefulChat:
         self._inference = inference
 
     async def generate(self, principal: Principal, agent_id: str, ask: NewTurn) -> Reply:
-        """Start a reply to new messages, after all turns that were requested earlier."""
         agent = await self._agent(principal, agent_id)
         return await self._inference.gate.reply(
             agent.profile.model or "", lambda: self._generate(principal, agent, ask)

@@ -39,10 +39,6 @@ def no_engine(*_: object) -> NoReturn:
     raise AssertionError("nothing is computed")
 
 
-async def no_reply(*_: object) -> NoReturn:
-    raise AssertionError("nothing is generated")
-
-
 @dataclass(frozen=True)
 class Rig:
     """What changes agents; "ann" has two turns."""
@@ -65,7 +61,7 @@ def make_rig(agents: AgentLedger) -> Rig:
     )
     cache = CacheService(no_model, agents, device, TurnWatch(feed, NoTelemetry()), feed, None)
     files = AgentFile(KVCodec(FORMATS[16]), ExportKeys(bytes(32), {}))
-    service = AgentService(agents, lanes, no_reply, cache, feed, device)
+    service = AgentService(agents, lanes, cache, feed, device)
     transfer = AgentTransfer(agents, no_model, device, None, files, feed)
     return Rig(agents, service, transfer, PastTurns(agents.log))
 

@@ -1,6 +1,6 @@
 """The agent API: create, fork, rewind and delete agents, and generate replies.
 
-It is thin over the services of `application/agents`.
+It is thin over `StatefulInferencePort` and the services of `application/agents`.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
 from semantic.domain.agents import Principal, Turn
 from semantic.domain.errors import AgentNotFoundError, OverloadedError
-from semantic.ports.inbound import AgentPage
+from semantic.ports.inbound import AgentPage, StatefulInferencePort
 
 _MAX_ID = 128
 MEDIA_TYPE = "application/x-tar"
@@ -66,8 +66,13 @@ class AgentApi:
     """
 
     def __init__(
-        self, agents: AgentService, transfer: AgentTransfer, principal: Callable[[], Principal]
+        self,
+        inference: StatefulInferencePort,
+        agents: AgentService,
+        transfer: AgentTransfer,
+        principal: Callable[[], Principal],
     ) -> None:
+        self._inference = inference
         self._agents = agents
         self._transfer = transfer
         self._principal = principal
@@ -195,7 +200,7 @@ class AgentApi:
 
         Turns of one agent run in the order in which they were requested.
         """
-        starting = self._agents.generate(self._principal(), agent_id, body.to_domain())
+        starting = self._inference.generate(self._principal(), agent_id, body.to_domain())
         with client_params(body.client_param):
             reply = await unless_disconnected(starting, http)
         if reply is None:

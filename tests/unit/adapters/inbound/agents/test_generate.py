@@ -27,7 +27,7 @@ class DeletedAgent:
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events
 
-    async def generate(self, *_: object) -> CannedReply:
+    async def generate(self, *_: object, **__: object) -> CannedReply:
         return CannedReply(self._events)
 
     def turns(self, *_: object) -> None:
@@ -36,8 +36,9 @@ class DeletedAgent:
 
 async def generate(events: Sequence[Event]) -> Any:
     app = FastAPI()
-    agents, transfer = cast("AgentService", DeletedAgent(events)), cast("AgentTransfer", None)
-    app.include_router(AgentApi(agents, transfer, Principal).router())
+    inference = DeletedAgent(events)
+    agents, transfer = cast("AgentService", inference), cast("AgentTransfer", None)
+    app.include_router(AgentApi(inference, agents, transfer, Principal).router())
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         return (await http.post("/v1/agents/a/generate", json={"message": "hi"})).json()
