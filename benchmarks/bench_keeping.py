@@ -17,8 +17,8 @@ from benchmarks.blocks import STARTER, make_part, make_payload
 from benchmarks.common import PersistentEngine, persistent_engine
 from benchmarks.report import Report, Rounds, interleaved, run, seconds
 from benchmarks.starter import backend, random_tokens, starter_directory
-from semantic.adapters.outbound.blocks.codec import FORMATS, KVCodec, StoredBuffer
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
+from semantic.adapters.outbound.blocks.format import FORMATS, KVCodec, StoredBuffer
 from semantic.adapters.outbound.cipher import Cipher
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.settings import EngineLimits

@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.blocks import CONFIGS, spec_of
 from benchmarks.report import Report, run
 from semantic.adapters.outbound.backends.mlx import runtime
-from semantic.adapters.outbound.blocks.codec import FORMATS
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
+from semantic.adapters.outbound.blocks.format import FORMATS
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier

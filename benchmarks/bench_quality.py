@@ -29,7 +29,7 @@ from semantic.adapters.outbound.backends.torch.attention import Span
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import DType, TorchOptions
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
-from semantic.adapters.outbound.blocks.codec import FORMATS, KVCodec
+from semantic.adapters.outbound.blocks.format import FORMATS, KVCodec
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.settings import EngineLimits
 from semantic.domain.chat import JsonValue

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys
-from semantic.adapters.outbound.blocks.codec import KVCodec
+from semantic.adapters.outbound.blocks.format import KVCodec
 from semantic.ports.storage import ExportItem, ExportPart
 from tests.agent_files import Edit, changed, with_fields, with_member_fields
 from tests.http_server import RunningServer, give_keys, make_settings, run_server

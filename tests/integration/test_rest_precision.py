@@ -14,8 +14,8 @@ from benchmarks.bench_quality import (
     text_tokens,
 )
 from benchmarks.blocks import spec_of
-from semantic.adapters.outbound.blocks.codec import KVCodec, KVFormat
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
+from semantic.adapters.outbound.blocks.format import KVCodec, KVFormat
 from semantic.adapters.outbound.models.fingerprint import fingerprint
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.blocks import BlockNamespace, BlockPart, block_name, pack_tokens

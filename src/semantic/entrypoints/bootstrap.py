@@ -13,7 +13,7 @@ from semantic.adapters.config.logging import set_log_level
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys, own_key
 from semantic.adapters.outbound.blocks.directory import keep_private
-from semantic.adapters.outbound.blocks.tree import BLOCKS
+from semantic.adapters.outbound.blocks.listing import BLOCKS
 from semantic.adapters.outbound.telemetry.metrics import Metrics, MetricsHistory
 from semantic.adapters.outbound.telemetry.tracing import RequestTracer
 from semantic.application.agents.cache_admin import CacheService

@@ -13,9 +13,9 @@ import structlog
 
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound import host_memory
-from semantic.adapters.outbound.blocks.codec import FORMATS, KVCodec
 from semantic.adapters.outbound.blocks.directory import DirectoryLock, claim
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
+from semantic.adapters.outbound.blocks.format import FORMATS, KVCodec
 from semantic.adapters.outbound.cipher import load_cipher
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.cache_admin import ModelCache

@@ -10,7 +10,7 @@ from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound.blocks.agent_archive import own_key
 from semantic.adapters.outbound.blocks.directory import DirectoryLock, claim
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
-from semantic.adapters.outbound.blocks.tree import TEMPORARY
+from semantic.adapters.outbound.blocks.listing import TEMPORARY
 from semantic.adapters.outbound.cipher import load_cipher
 from semantic.adapters.outbound.ledger.sqlite import LEDGER_FILE, SqliteLedger
 from semantic.adapters.outbound.models.fingerprint import known_models

@@ -20,8 +20,8 @@ from rich.text import Text
 
 from semantic import __version__
 from semantic.adapters.config.settings import Settings
-from semantic.adapters.outbound.blocks.codec import FORMATS
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
+from semantic.adapters.outbound.blocks.format import FORMATS
 from semantic.adapters.outbound.cipher import load_cipher
 from semantic.adapters.outbound.models.compute_choices import ComputeChoices, cpu_flags
 from semantic.adapters.outbound.models.fingerprint import fingerprint

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import pytest
 
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys
-from semantic.adapters.outbound.blocks.codec import FORMATS, KVCodec
+from semantic.adapters.outbound.blocks.format import FORMATS, KVCodec
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.cache_admin import CacheService, ModelCache
 from semantic.application.agents.feed import EventFeed

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Final, assert_never
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from semantic.adapters.outbound.blocks import format as block_format
-from semantic.adapters.outbound.blocks.codec import KVCodec
+from semantic.adapters.outbound.blocks.format import KVCodec
 from semantic.adapters.outbound.ledger import codec as ledger_json
 from semantic.domain.agents import LOCAL_TENANT, Pointer, Turn
 from semantic.domain.blocks import BlockName, BlockPart, pack_tokens, unpack_tokens

@@ -21,7 +21,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from semantic.adapters.outbound.blocks.tree import BLOCKS, QUARANTINE
+from semantic.adapters.outbound.blocks.listing import BLOCKS, QUARANTINE
 from semantic.adapters.outbound.ledger.files import SIDECARS
 from semantic.adapters.outbound.ledger.schema import APPLICATION_ID
 from semantic.adapters.outbound.ledger.sqlite import BACKUP_FILES, LEDGER_FILE, MARK_FILE

@@ -1,9 +1,13 @@
 """Stores blocks in safetensors files, one per part.
 
+    <directory>/blocks/<root, 16 digits>/<name, 2 digits>/<name>.<kind>.safetensors
+    <directory>/quarantine/<milliseconds>-<number>-<file name>
+
 A file is written under a temporary name and renamed, so it is either complete or absent. Before
 any content is used, checksum, name and positions are compared with the requested part. A bad file
-is moved to quarantine, not removed. `format.py` defines the content of files, `tree.py` their
-paths.
+is moved to quarantine, not removed. Files with any other name are never touched. Directories are
+opened level by level, relative to their parent, and links are refused. `format.py` defines the
+content of files.
 """
 
 import contextlib
@@ -14,24 +18,18 @@ import os
 import secrets
 import stat
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from semantic.adapters.outbound import host_memory
+from semantic.adapters.outbound.blocks import encryption, listing
 from semantic.adapters.outbound.blocks import format as block_format
-from semantic.adapters.outbound.blocks.codec import KVCodec, max_expanded_bytes
-from semantic.adapters.outbound.blocks.format import Piece
-from semantic.adapters.outbound.blocks.tree import (
-    BLOCKS,
-    QUARANTINE,
-    TEMPORARY,
-    BlockTree,
-    Place,
-    size_of,
-    tree_size,
-)
+from semantic.adapters.outbound.blocks.encryption import Piece
+from semantic.adapters.outbound.blocks.format import KVCodec
+from semantic.adapters.outbound.blocks.listing import BLOCKS, QUARANTINE, SUFFIX, TEMPORARY
 from semantic.adapters.outbound.cipher import Cipher
 from semantic.adapters.outbound.ledger.files import sync
 from semantic.domain.blocks import BlockName, BlockOrigin, BlockPart
@@ -40,14 +38,135 @@ from semantic.ports.backend import KVPayload
 
 _log = logging.getLogger(__name__)
 
+_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MAX_FILE = 2**31 - 2**12  # the most that one read returns
-_SCAN_BYTES = 4096  # covers most headers and the token ids after them
 _MAX_TRIED = 8  # files of a root whose headers are tried to find its origin
 _MAX_LOGGED = 20  # bad files that a scan logs by name; it only counts the others
 # Block files are regular files: do not follow links, and do not wait for a pipe's writer.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _PIECES_AT_ONCE = 512  # systems accept at least 1024
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+@dataclass(frozen=True, slots=True)
+class FilePath:
+    """The location of a file below `blocks`."""
+
+    root: str
+    shard: str
+    name: str
+
+    @classmethod
+    def of(cls, part: BlockPart) -> "FilePath":
+        name = part.name.hex()
+        return cls(part.root.hex()[:16], name[:2], f"{name}.{part.kind.value}{SUFFIX}")
+
+    @property
+    def is_temporary(self) -> bool:
+        return self.name.endswith(TEMPORARY)
+
+    def __str__(self) -> str:
+        return f"{BLOCKS}/{self.root}/{self.shard}/{self.name}"
+
+
+class BlockTree:
+    """The block files of one cache directory, and its quarantine."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._numbers = itertools.count()
+
+    def shard(
+        self, place: FilePath, *, is_made: bool = False, is_synced: bool = False
+    ) -> contextlib.AbstractContextManager[int]:
+        """Open the directory of a file; with `is_made`, create missing directories.
+
+        Raises:
+            OSError: the directory is missing, or a link or a file is in its place.
+        """
+        levels = (BLOCKS, place.root, place.shard)
+        return self._opened(*levels, is_made=is_made, is_synced=is_synced)
+
+    def places(self) -> Iterator[FilePath]:
+        """Iterate over all files named like a block or an unfinished file."""
+        return (FilePath(*names) for names in listing.block_files(self._opened))
+
+    def empty_quarantine(self, before: float) -> int:
+        """Remove files quarantined up to `before`, ignoring failures; returns the bytes freed."""
+        return listing.empty_quarantine(self._opened, before)
+
+    def quarantine(self, place: FilePath) -> None:
+        """Move a file to quarantine.
+
+        Raises:
+            OSError: the file is missing or cannot be moved.
+        """
+        name = f"{time.time_ns() // 10**6:013}-{next(self._numbers)}-{place.name}"
+        with self.shard(place) as source, self._opened(QUARANTINE, is_made=True) as target:
+            os.rename(place.name, name, src_dir_fd=source, dst_dir_fd=target)
+
+    @contextlib.contextmanager
+    def _opened(
+        self, *levels: str, is_made: bool = False, is_synced: bool = False
+    ) -> Iterator[int]:
+        # The cache directory itself may be a link, which its owner has chosen.
+        if is_made and not self._directory.is_dir():
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(self._directory, _OPEN_DIRECTORY)
+        try:
+            for name in levels:
+                below = _open_below(handle, name, is_made=is_made, is_synced=is_synced)
+                os.close(handle)
+                handle = below
+            yield handle
+        finally:
+            os.close(handle)
+
+
+def size_of(name: str, directory: int) -> int:
+    """Bytes of a file; 0 if it is missing."""
+    try:
+        return os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def tree_size(directory: Path, skip: str | tuple[str, ...]) -> int:
+    """Bytes of all files below a directory, except names that start with (one of) `skip`.
+
+    Ignores files that vanish during the walk.
+    """
+    total = 0
+    try:
+        with os.scandir(directory) as entries:
+            listed = list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    for entry in listed:
+        if entry.name.startswith(skip):
+            continue
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                total += tree_size(directory / entry.name, skip)
+            else:
+                total += entry.stat(follow_symlinks=False).st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def _open_below(parent: int, name: str, *, is_made: bool, is_synced: bool) -> int:
+    flags = _OPEN_DIRECTORY | os.O_NOFOLLOW
+    try:
+        return os.open(name, flags, dir_fd=parent)
+    except FileNotFoundError:
+        if not is_made:
+            raise
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=parent)
+        if is_synced:
+            os.fsync(parent)
+    return os.open(name, flags, dir_fd=parent)
 
 
 class SafetensorsCache:
@@ -75,19 +194,17 @@ class SafetensorsCache:
         self._cipher = cipher
         self.fingerprint_of: Callable[[BlockName], str] = lambda _: ""
         self._lock = threading.Lock()
-        self._used: int | None = None  # bytes of blocks and quarantine, once counted
-        self._token = secrets.token_hex(
-            8
-        )  # marks this process's temporary files, unlike leftovers of a crash
+        self._used: int | None = None  # bytes of blocks and quarantine, counted once
+        # Marks this process's temporary files, unlike leftovers of a crash.
+        self._token = secrets.token_hex(8)
         self._numbers = itertools.count()
 
     def write(self, part: BlockPart, payload: KVPayload, *, is_synced: bool) -> BlockPart:
-        """Write a payload atomically; returns the part with its size."""
         fingerprint = self.fingerprint_of(part.root)
         pieces = block_format.compose(part, payload, self._codec, fingerprint)
-        place = Place.of(part)
+        place = FilePath.of(part)
         if self._cipher is not None:
-            pieces = block_format.encrypt(pieces, self._cipher, place.name.encode())
+            pieces = encryption.encrypt(pieces, self._cipher, place.name.encode())
         with (
             _refusal("a block could not be written"),
             self._tree.shard(place, is_made=True, is_synced=is_synced) as directory,
@@ -96,12 +213,10 @@ class SafetensorsCache:
         return replace(part, nbytes=num_bytes)
 
     def read(self, part: BlockPart) -> KVPayload:
-        """Read and check a payload; its buffers are views of the memory that was read into."""
         return self.parse(part, self.content(part))
 
     def content(self, part: BlockPart) -> memoryview:
-        """Read a file's bytes without decrypting them."""
-        place = Place.of(part)
+        place = FilePath.of(part)
         with (
             _refusal("a block could not be read", CacheCorruptionError),
             self._tree.shard(place) as directory,
@@ -109,20 +224,17 @@ class SafetensorsCache:
             return _read_file(place.name, directory, part.nbytes)
 
     def parse(self, part: BlockPart, content: memoryview) -> KVPayload:
-        """Decrypt and check a file's bytes; returns the payload."""
         stored, payload = block_format.read(self._opened(part, content), self._codec)
         if replace(stored, nbytes=part.nbytes, last_used=part.last_used) != part:
             raise CacheCorruptionError("the file holds a different part")
         return payload
 
     def room_for(self, part: BlockPart) -> int:
-        """Return an upper bound of the memory that reading a part takes, in bytes."""
         payload = part.nbytes - len(part.tokens) - block_format.MIN_HEAD
-        return max_expanded_bytes(self._codec.kv_format, max(payload, 0))
+        return self._codec.max_decoded_bytes(max(payload, 0))
 
     def delete(self, part: BlockPart) -> None:
-        """Remove a file; ignores a missing one."""
-        place = Place.of(part)
+        place = FilePath.of(part)
         with (
             _refusal("a block could not be deleted"),
             contextlib.suppress(FileNotFoundError),
@@ -131,14 +243,12 @@ class SafetensorsCache:
             self._remove(place.name, directory)
 
     def quarantine(self, part: BlockPart) -> None:
-        """Move a bad file to quarantine; ignores a missing one."""
-        place = Place.of(part)
+        place = FilePath.of(part)
         with _refusal("a bad block could not be moved"), contextlib.suppress(FileNotFoundError):
             self._quarantine(place)
             _log.info("%s is bad and is now in quarantine", place)
 
     def empty_quarantine(self, *, before: float) -> int:
-        """Remove files that were quarantined up to `before`; returns the bytes freed."""
         with self._lock:
             freed = self._tree.empty_quarantine(before)
             if self._used is not None:
@@ -146,11 +256,7 @@ class SafetensorsCache:
         return freed
 
     def origins(self) -> list[BlockOrigin]:
-        """Return model fingerprint, ABI and format of each root's blocks, most files first.
-
-        Reads the header of one file per root. Needs no lock, since it changes nothing. Omits roots
-        without a readable file.
-        """
+        # One header per root is enough. No lock is needed, since nothing changes.
         found: dict[str, BlockOrigin] = {}
         numbers: Counter[str] = Counter()
         for place in self._tree.places():
@@ -165,17 +271,13 @@ class SafetensorsCache:
 
     def place(self, part: BlockPart) -> str:
         """The path of a part's file relative to the cache directory, for messages."""
-        return str(Place.of(part))
+        return str(FilePath.of(part))
 
     def scan(self, on_removed: Callable[[str, str], None] | None = None) -> Iterator[BlockPart]:
-        """Read the headers of all files; moves files that are no complete part to quarantine.
+        """Read the headers of all files; `read` finds damage to payloads.
 
-        Payloads are not read, so damage to them is only found by `read`. Unreadable files are
-        skipped and left in place, because a read error does not prove damage. Files that are not
-        named like a block are skipped too.
-
-        Args:
-            on_removed: Called with the name of each moved file and the reason; None logs them.
+        Unreadable files are left in place, because a read error does not prove damage. Calls
+        `on_removed` with the name of each quarantined file and the reason; None logs them.
         """
         num_removed = 0
         for place in self._tree.places():
@@ -199,7 +301,6 @@ class SafetensorsCache:
             _log.warning("%d files in all were moved to quarantine", num_removed)
 
     def used_bytes(self) -> int:
-        """Bytes of everything in the directory; blocks are counted once and tracked afterwards."""
         with self._lock:
             if self._used is None:
                 blocks = tree_size(self._directory / BLOCKS, skip=self._token)
@@ -208,7 +309,6 @@ class SafetensorsCache:
         return blocks + self.other_bytes()
 
     def other_bytes(self) -> int:
-        """Bytes of everything except blocks and quarantine; counted on each call."""
         return tree_size(self._directory, skip=(BLOCKS, QUARANTINE))
 
     # -- files ----------------------------------------------------------------------------------
@@ -216,29 +316,30 @@ class SafetensorsCache:
     def _opened(self, part: BlockPart, content: memoryview) -> memoryview:
         if self._cipher is None:
             return content
-        plain = block_format.decrypt(content, self._cipher, Place.of(part).name.encode())
+        plain = encryption.decrypt(content, self._cipher, FilePath.of(part).name.encode())
         # Copy to page-aligned memory, as unencrypted files have.
         opened = host_memory.allocate(len(plain))
         opened[:] = plain
         return opened
 
-    def _identified(self, place: Place) -> BlockPart:
+    def _identified(self, place: FilePath) -> BlockPart:
         if place.is_temporary:
             raise CacheCorruptionError("the file was not finished")
         try:
             with self._tree.shard(place) as directory:
-                part = _identify(place.name, directory, self._cipher)
+                head, tokens, status = _read_beginning(place.name, directory, self._cipher)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise CacheCorruptionError("the file is a link") from error
-        if place != Place.of(part):
+        part = block_format.identify(head, tokens, status.st_size, status.st_mtime)
+        if place != FilePath.of(part):
             raise CacheCorruptionError("the file is not where it belongs")
         return part
 
-    def _origin(self, place: Place) -> BlockOrigin:
+    def _origin(self, place: FilePath) -> BlockOrigin:
         with self._tree.shard(place) as directory:
-            head = _read_head(place.name, directory, self._cipher).head
+            head, _, _ = _read_beginning(place.name, directory, self._cipher)
         root = BlockName(bytes.fromhex(head.field("root")))
         return BlockOrigin(
             root, head.field("fingerprint"), head.field("abi"), head.field("kv_format")
@@ -261,7 +362,7 @@ class SafetensorsCache:
             os.fsync(directory)
         return num_bytes
 
-    def _quarantine(self, place: Place) -> None:
+    def _quarantine(self, place: FilePath) -> None:
         with self._lock:  # keeps `used_bytes` from counting the file twice
             self._tree.quarantine(place)
 
@@ -318,45 +419,19 @@ def _reading(name: str, directory: int) -> Iterator[tuple[int, os.stat_result]]:
         os.close(file)
 
 
-@dataclass(frozen=True, slots=True)
-class _Beginning:
-    """A file's header, the token ids that follow it, and its status."""
-
-    head: block_format.Head
-    tokens: bytes
-    status: os.stat_result
-
-
-def _read_head(name: str, directory: int, cipher: Cipher | None) -> _Beginning:
-    """Read a file's header and token ids, usually in one call."""
+def _read_beginning(
+    name: str, directory: int, cipher: Cipher | None
+) -> tuple[block_format.Head, bytes, os.stat_result]:
+    """Read a file's header and token ids, and its status."""
     with _reading(name, directory) as (file, status):
         if not stat.S_ISREG(status.st_mode):
             raise CacheCorruptionError("not a file")
-        size = status.st_size
-        content = memoryview(os.pread(file, _SCAN_BYTES, 0))
-        if cipher is not None:
-            _, end = block_format.encrypted_head(content)
-            if end > len(content):
-                content = memoryview(os.pread(file, min(end, _MAX_FILE), 0))
-            content = block_format.decrypt_head(content, cipher, name.encode())
-            size -= block_format.SEALED_OVERHEAD
-        elif block_format.is_encrypted(content):
-            raise PermissionError(errno.EACCES, "the file is encrypted")  # not damage
-        end = block_format.LENGTH_BYTES + block_format.header_length(content, size)
-        if end > len(content):
-            content = memoryview(os.pread(file, end, 0))
-        head = block_format.read_head(content, size)
-        place = head.tokens
-        if place.end <= len(content):
-            tokens = bytes(content[place.start : place.end])
-        else:
-            tokens = os.pread(file, min(place.end - place.start, _MAX_FILE), place.start)
-    return _Beginning(head, tokens, status)
 
+        def read(num_bytes: int, offset: int) -> bytes:
+            return os.pread(file, min(num_bytes, _MAX_FILE), offset)
 
-def _identify(name: str, directory: int, cipher: Cipher | None) -> BlockPart:
-    read = _read_head(name, directory, cipher)
-    return block_format.identify(read.head, read.tokens, read.status.st_size, read.status.st_mtime)
+        head, tokens = block_format.read_beginning(read, status.st_size, cipher, name.encode())
+    return head, tokens, status
 
 
 # -- system calls -------------------------------------------------------------------------------

@@ -1,32 +1,35 @@
 """The format of a block part's file: a self-describing safetensors file with a checksum.
 
+Buffers are stored raw, or quantised to 8 or 4 bits per number.
+
 `docs/cache-format.md` describes it byte by byte. This module encodes and decodes files, treats all
 input as untrusted, and opens no files.
 """
 
+import errno
 import json
 import math
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, Literal
 
 import xxhash
 
-from semantic.adapters.outbound.blocks.codec import KVCodec, StoredBuffer, tensor_names
-from semantic.adapters.outbound.cipher import OVERHEAD, Cipher
+from semantic.adapters.outbound.blocks import encryption, quantisation
+from semantic.adapters.outbound.blocks.encryption import Piece
+from semantic.adapters.outbound.cipher import Cipher
 from semantic.domain.blocks import TOKEN_BYTES, BlockName, BlockPart, packed_block_name
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload
 
 FORMAT: Final = "semantic.block.v1"
-SEALED: Final = b"SEMBLK\x00\x01"  # start of an encrypted file; the length of its head follows
-SEALED_OVERHEAD: Final = len(SEALED) + 4 + 2 * OVERHEAD
 ALIGNMENT: Final = 64
 LENGTH_BYTES: Final = 8
 MAX_HEADER: Final = 2**20
+_SCAN_BYTES: Final = 4096  # covers most headers and the token ids after them
 MIN_HEAD: Final = 448  # lower bound of the bytes before the token ids: three names, a checksum, …
 _TOKENS: Final = "tokens"
 _OPENING: Final = '{"__metadata__":{"checksum":"'
@@ -56,7 +59,8 @@ _DTYPES: Final = {
 }
 _SIZES: Final = dict(_DTYPES.values())
 
-Piece: TypeAlias = bytes | memoryview
+KVFormat = Literal["raw", "q8g64", "q4g64"]
+FORMATS: Final[dict[int, KVFormat]] = {16: "raw", 8: "q8g64", 4: "q4g64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,62 @@ class Head:
         return tensor
 
 
+@dataclass(frozen=True, slots=True)
+class StoredBuffer:
+    """A buffer's name, shape, dtype and storage format, and the tensors that store it.
+
+    Attributes:
+        tensors: The buffer itself if the format is ``raw``; else its codes, steps and minima.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kv_format: str
+    tensors: tuple[HostBuffer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVCodec:
+    """The storage format of new payloads; it decodes all formats. Thread-safe.
+
+    Attributes:
+        kv_format: Part of block names; see `BlockNamespace`.
+    """
+
+    kv_format: KVFormat = "raw"
+
+    def encode(self, payload: KVPayload) -> tuple[StoredBuffer, ...]:
+        """Quantise a payload's buffers, in order; raw buffers are not copied."""
+        kv_format = "raw" if payload.kind is LayerKind.STATE else self.kv_format
+        stored = []
+        for buffer in payload.buffers:
+            tensors = None if kv_format == "raw" else quantisation.quantise(buffer, kv_format)
+            used = "raw" if tensors is None else kv_format
+            stored.append(
+                StoredBuffer(buffer.name, buffer.shape, buffer.dtype, used, tensors or (buffer,))
+            )
+        return tuple(stored)
+
+    def decode(self, stored: StoredBuffer) -> HostBuffer:
+        """Dequantise a buffer of any format; a raw buffer is not copied.
+
+        Raises:
+            CacheCorruptionError: the tensors do not match the buffer's shape and dtype.
+        """
+        name, shape, dtype, kv_format = stored.name, stored.shape, stored.dtype, stored.kv_format
+        if kv_format == "raw":
+            (buffer,) = stored.tensors
+            return HostBuffer(name, shape, dtype, buffer.data)
+        return quantisation.dequantise(name, shape, dtype, kv_format, stored.tensors)
+
+    def max_decoded_bytes(self, num_bytes: int) -> int:
+        """Upper bound of the bytes that stored and decoded buffers take together."""
+        if self.kv_format == "raw":
+            return num_bytes
+        return quantisation.max_expanded_bytes(self.kv_format, num_bytes)
+
+
 def compose(part: BlockPart, payload: KVPayload, codec: KVCodec, fingerprint: str) -> list[Piece]:
     """Build a file as pieces to be written one after the other.
 
@@ -123,55 +183,6 @@ def compose(part: BlockPart, payload: KVPayload, codec: KVCodec, fingerprint: st
     head = struct.pack("<Q", len(text)) + text
     digits = _checksum([head[:_SUM_START], head[_SUM_END:], *pieces]).encode()
     return [head[:_SUM_START] + digits + head[_SUM_END:], *pieces]
-
-
-def encrypt(pieces: Sequence[Piece], cipher: Cipher, context: bytes) -> list[Piece]:
-    """Encrypt a file; header and token ids are encrypted apart, so they can be read alone.
-
-    Args:
-        pieces: The result of `compose`.
-        cipher: The cipher to use.
-        context: Name of the file, which the ciphertext is bound to.
-    """
-    head = cipher.encrypt(b"".join(pieces[:2]), context + b" head")
-    body = cipher.encrypt(b"".join(pieces[2:]), context + b" body")
-    return [SEALED, struct.pack("<I", len(head)), head, body]
-
-
-def is_encrypted(content: memoryview) -> bool:
-    """Whether a file's first bytes mark it as encrypted."""
-    return bytes(content[: len(SEALED)]) == SEALED
-
-
-def encrypted_head(content: memoryview) -> tuple[int, int]:
-    """Find the byte range of the encrypted head from a file's first bytes.
-
-    Raises:
-        CacheCorruptionError: the file is not encrypted.
-    """
-    start = len(SEALED) + 4
-    if len(content) < start or not is_encrypted(content):
-        raise CacheCorruptionError("the file is not encrypted")
-    (length,) = struct.unpack_from("<I", content, len(SEALED))
-    return start, start + length
-
-
-def decrypt_head(content: memoryview, cipher: Cipher, context: bytes) -> memoryview:
-    """Decrypt header and token ids.
-
-    Raises:
-        CacheCorruptionError: the head was changed, belongs to another file, or was encrypted with
-            another key.
-    """
-    start, end = encrypted_head(content)
-    return memoryview(cipher.decrypt(content[start:end], context + b" head"))
-
-
-def decrypt(content: memoryview, cipher: Cipher, context: bytes) -> bytes:
-    """Decrypt the result of `encrypt`; raises like `decrypt_head`."""
-    _, end = encrypted_head(content)
-    body = cipher.decrypt(content[end:], context + b" body")
-    return bytes(decrypt_head(content, cipher, context)) + body
 
 
 def _layout(
@@ -298,6 +309,40 @@ def _tensor(entry: object, first: int) -> Tensor:
     raise CacheCorruptionError("the file's header describes an impossible tensor")
 
 
+def read_beginning(
+    read: Callable[[int, int], bytes], file_size: int, cipher: Cipher | None, context: bytes
+) -> tuple[Head, bytes]:
+    """Read a file's header and token ids, usually in one call.
+
+    Args:
+        read: Reads a number of bytes at an offset.
+        file_size: Bytes of the file.
+        cipher: Decrypts the file; None if it is not encrypted.
+        context: Name of the file.
+
+    Raises:
+        CacheCorruptionError: the file is damaged.
+        PermissionError: the file is encrypted, and there is no cipher.
+    """
+    content = memoryview(read(_SCAN_BYTES, 0))
+    if cipher is not None:
+        _, end = encryption.encrypted_head(content)
+        if end > len(content):
+            content = memoryview(read(end, 0))
+        content = encryption.decrypt_head(content, cipher, context)
+        file_size -= encryption.OVERHEAD
+    elif encryption.is_encrypted(content):
+        raise PermissionError(errno.EACCES, "the file is encrypted")  # not damage
+    end = LENGTH_BYTES + header_length(content, file_size)
+    if end > len(content):
+        content = memoryview(read(end, 0))
+    head = read_head(content, file_size)
+    place = head.tokens
+    if place.end <= len(content):
+        return head, bytes(content[place.start : place.end])
+    return head, read(place.end - place.start, place.start)
+
+
 def identify(head: Head, tokens: bytes, nbytes: int, last_used: float) -> BlockPart:
     """Determine which part a file holds; recomputes its name from parent and token ids.
 
@@ -337,7 +382,7 @@ def _stored_buffers(head: Head, content: memoryview) -> list[StoredBuffer]:
         dtype, numbers, kv_format = match.groups()
         name = key.removeprefix("buffer.")
         shape = tuple(int(number) for number in numbers.split(",") if number)
-        names = tensor_names(name, kv_format)
+        names = (name,) if kv_format == "raw" else quantisation.tensor_names(name)
         num_tensors += len(names)
         tensors = tuple(_host_buffer(head, tensor, dtype, content) for tensor in names)
         buffer = StoredBuffer(name, shape, dtype, kv_format, tensors)

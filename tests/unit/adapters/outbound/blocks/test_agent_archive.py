@@ -21,7 +21,7 @@ from semantic.adapters.outbound.blocks.agent_archive import (
     compose_member,
     own_key,
 )
-from semantic.adapters.outbound.blocks.codec import KVCodec
+from semantic.adapters.outbound.blocks.format import KVCodec
 from semantic.domain.agents import Agent, AgentProfile, Pointer, Reuse, Turn
 from semantic.domain.blocks import BlockName, BlockPart, block_name, pack_tokens
 from semantic.domain.chat import Message, Role

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from semantic.adapters.outbound.blocks.codec import KVCodec
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
+from semantic.adapters.outbound.blocks.format import KVCodec
 from semantic.domain.blocks import BlockNamespace, BlockPart
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind

@@ -1,4 +1,4 @@
-"""How payloads are stored: raw, or quantised to 8 or 4 bits per number.
+"""Quantises buffers of floating-point numbers to 8 or 4 bits per number.
 
 Numbers are quantised in groups of 64 along the last axis. A group stores its minimum and a step
 size, both in the buffer's own dtype, and each number as a count of steps above the minimum. An
@@ -18,23 +18,21 @@ GIL.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from semantic.domain.errors import CacheCorruptionError
-from semantic.domain.spec import LayerKind
-from semantic.ports.backend import HostBuffer, KVPayload
+from semantic.ports.backend import HostBuffer
 
 Array: TypeAlias = npt.NDArray[Any]
 Singles: TypeAlias = npt.NDArray[np.float32]
-KVFormat = Literal["raw", "q8g64", "q4g64"]
 Codes: TypeAlias = npt.NDArray[np.uint8]
 
-FORMATS: dict[int, KVFormat] = {16: "raw", 8: "q8g64", 4: "q4g64"}
-_BITS: dict[str, int] = {kv_format: bits for bits, kv_format in FORMATS.items()}
+_BITS = {"q8g64": 8, "q4g64": 4}
 _WIDEST = 32  # bits of the widest dtype
 _GROUP = 64
 _WHOLE_AXIS = (8, 128)  # an even last axis within these bounds forms one group
@@ -99,14 +97,14 @@ class FloatFormat:
         scratch = np.empty((min(at_once, len(bits)), bits.shape[1]), self.integer)
         for first in range(0, len(bits), at_once):
             rows = slice(first, first + at_once)
-            ranks = _turned(bits[rows], scratch[: len(bits[rows])])
+            ranks = _to_sortable(bits[rows], scratch[: len(bits[rows])])
             ranks.min(axis=1, out=lowest[rows])
             ranks.max(axis=1, out=highest[rows])
-        low, high = (_turned(ranks, np.empty_like(ranks)) for ranks in (lowest, highest))
+        low, high = (_to_sortable(ranks, np.empty_like(ranks)) for ranks in (lowest, highest))
         return low.view(self.array), high.view(self.array)
 
 
-def _turned(bits: Array, out: Array) -> Array:
+def _to_sortable(bits: Array, out: Array) -> Array:
     """Convert sign and magnitude to sortable integers, or back (it is its own inverse)."""
     sign = bits.dtype.itemsize * 8 - 1
     np.right_shift(bits, sign, out=out)
@@ -126,69 +124,16 @@ FLOATS: dict[str, FloatFormat] = {
 }
 
 
-# -- stored payloads ----------------------------------------------------------------------------
+# -- buffers ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBuffer:
-    """A buffer's name, shape, dtype and storage format, and the tensors that store it.
-
-    Attributes:
-        tensors: The buffer itself if the format is ``raw``; else its codes, steps and minima.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    kv_format: str
-    tensors: tuple[HostBuffer, ...]
-
-
-def tensor_names(name: str, kv_format: str) -> tuple[str, ...]:
-    """The names of the tensors that store a buffer."""
-    if kv_format == "raw":
-        return (name,)
+def tensor_names(name: str) -> tuple[str, str, str]:
+    """The names of the tensors that store a quantised buffer."""
     return (f"{name}.codes", f"{name}.steps", f"{name}.minima")
 
 
-class KVCodec:
-    """Quantises payloads for storage. Stateless and thread-safe."""
-
-    def __init__(self, kv_format: KVFormat = "raw") -> None:
-        self._kv_format = kv_format
-
-    @property
-    def kv_format(self) -> str:
-        """The storage format, which is part of block names; see `BlockNamespace`."""
-        return self._kv_format
-
-    def encode(self, payload: KVPayload) -> tuple[StoredBuffer, ...]:
-        """Quantise a payload's buffers, in order; raw buffers are not copied."""
-        is_raw = self._kv_format == "raw" or payload.kind is LayerKind.STATE
-        quantised = [
-            None if is_raw else _quantised(buffer, self._kv_format) for buffer in payload.buffers
-        ]
-        return tuple(
-            rested or StoredBuffer(buffer.name, buffer.shape, buffer.dtype, "raw", (buffer,))
-            for rested, buffer in zip(quantised, payload.buffers, strict=True)
-        )
-
-    def decode(self, stored: StoredBuffer) -> HostBuffer:
-        """Dequantise a buffer of any format; a raw buffer is not copied.
-
-        Raises:
-            CacheCorruptionError: the tensors do not match the buffer's shape and dtype.
-        """
-        if stored.kv_format == "raw":
-            (buffer,) = stored.tensors
-            return HostBuffer(stored.name, stored.shape, stored.dtype, buffer.data)
-        return _expanded(stored)
-
-
 def max_expanded_bytes(kv_format: str, num_bytes: int) -> int:
-    """Upper bound of the bytes that stored and dequantised buffers take together."""
-    if kv_format == "raw":
-        return num_bytes
+    """Upper bound of the bytes that quantised and dequantised buffers take together."""
     return num_bytes + num_bytes * _WIDEST // _BITS[kv_format]
 
 
@@ -203,8 +148,8 @@ def _group_size(shape: tuple[int, ...]) -> int | None:
     return axis if shortest <= axis <= longest and axis % 2 == 0 else None
 
 
-def _quantised(buffer: HostBuffer, kv_format: str) -> StoredBuffer | None:
-    """Quantise a buffer, or return None if it must stay raw."""
+def quantise(buffer: HostBuffer, kv_format: str) -> tuple[HostBuffer, ...] | None:
+    """Quantise a buffer to codes, steps and minima; None if it must stay raw."""
     floats, group = FLOATS.get(buffer.dtype), _group_size(buffer.shape)
     if floats is None or group is None:
         return None
@@ -220,13 +165,12 @@ def _quantised(buffer: HostBuffer, kv_format: str) -> StoredBuffer | None:
     codes = _encode(groups, minima, floats.widened(steps), floats, bits)
     lead = buffer.shape[:-1]
     per_group = (*lead, buffer.shape[-1] // group)
-    names = tensor_names(buffer.name, kv_format)
-    tensors = (
+    names = tensor_names(buffer.name)
+    return (
         _host_buffer(names[0], (*lead, buffer.shape[-1] * bits // 8), "uint8", codes),
         _host_buffer(names[1], per_group, buffer.dtype, steps),
         _host_buffer(names[2], per_group, buffer.dtype, low),
     )
-    return StoredBuffer(buffer.name, buffer.shape, buffer.dtype, kv_format, tensors)
 
 
 def _encode(
@@ -255,19 +199,26 @@ def _encode(
     return codes
 
 
-def _expanded(stored: StoredBuffer) -> HostBuffer:
-    floats, group = FLOATS.get(stored.dtype), _group_size(stored.shape)
-    bits = _BITS.get(stored.kv_format)
+def dequantise(
+    name: str, shape: tuple[int, ...], dtype: str, kv_format: str, tensors: Sequence[HostBuffer]
+) -> HostBuffer:
+    """Restore a buffer from the result of `quantise`.
+
+    Raises:
+        CacheCorruptionError: the tensors do not match the buffer's shape and dtype.
+    """
+    floats, group = FLOATS.get(dtype), _group_size(shape)
+    bits = _BITS.get(kv_format)
     if floats is None or group is None or bits is None:
-        raise CacheCorruptionError(f"{stored.name} cannot be stored as {stored.kv_format}")
-    num_groups = math.prod(stored.shape) // group
+        raise CacheCorruptionError(f"{name} cannot be stored as {kv_format}")
+    num_groups = math.prod(shape) // group
     sizes = (group * bits // 8, floats.array.itemsize, floats.array.itemsize)
-    if [memoryview(tensor.data).nbytes for tensor in stored.tensors] != [
+    if [memoryview(tensor.data).nbytes for tensor in tensors] != [
         num_groups * size for size in sizes
     ]:
-        raise CacheCorruptionError(f"{stored.name} does not have the size of its shape")
-    codes = np.frombuffer(stored.tensors[0].data, np.uint8)
-    steps, minima = (np.frombuffer(t.data, floats.array) for t in stored.tensors[1:])
+        raise CacheCorruptionError(f"{name} does not have the size of its shape")
+    codes = np.frombuffer(tensors[0].data, np.uint8)
+    steps, minima = (np.frombuffer(tensor.data, floats.array) for tensor in tensors[1:])
     # A malicious file can produce NaN and infinity here; no warning is needed.
     with np.errstate(all="ignore"):
         numbers = _decode(
@@ -277,7 +228,7 @@ def _expanded(stored: StoredBuffer) -> HostBuffer:
             floats,
             group,
         )
-    return _host_buffer(stored.name, stored.shape, stored.dtype, numbers)
+    return _host_buffer(name, shape, dtype, numbers)
 
 
 def _decode(codes: Codes, steps: Singles, minima: Singles, floats: FloatFormat, size: int) -> Array:

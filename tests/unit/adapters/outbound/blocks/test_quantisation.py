@@ -7,12 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from semantic.adapters.outbound.blocks.codec import (
-    FLOATS,
-    KVCodec,
-    KVFormat,
-    StoredBuffer,
-)
+from semantic.adapters.outbound.blocks.format import KVCodec, KVFormat, StoredBuffer
+from semantic.adapters.outbound.blocks.quantisation import FLOATS
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload
