@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.application.agents.turns import turn_id
+from semantic.application.agents.turn_log import turn_id
 from semantic.domain.agents import LOCAL_TENANT
 
 _FEWEST, _MOST = 2, 8  # agents that there are at a time

@@ -18,9 +18,9 @@ from semantic.adapters.outbound.telemetry.metrics import Metrics, MetricsHistory
 from semantic.adapters.outbound.telemetry.tracing import RequestTracer
 from semantic.application.agents.cache_admin import CacheService
 from semantic.application.agents.feed import EventFeed
+from semantic.application.agents.running_turns import TurnLanes, TurnWatch
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
-from semantic.application.agents.turns import TurnLanes, TurnWatch
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.request import EventSink
 from semantic.application.models.gate import ModelGate
@@ -93,8 +93,8 @@ def bootstrap(settings: Settings) -> Server:
     metrics = Metrics()
     metrics.tracer = _make_tracer(settings)
     _require_key(settings, _key_ring(settings))
-    memory = AgentMemory(settings, lambda tenant: access.ring.policy(tenant).disk_bytes, metrics)
-    access = Access(lambda: _key_ring(settings), memory.agents.principal)
+    memory = AgentMemory(settings, metrics)
+    access = Access(lambda: _key_ring(settings), memory.agents.principal, memory.limit_storage)
     backend_name = choose_backend(settings)
     loader = ModelLoader(settings, backend_name, memory.codec.kv_format, metrics, memory.origins)
     hub = ReplyHub()

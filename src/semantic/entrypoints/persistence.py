@@ -31,6 +31,7 @@ from semantic.application.engine.request import EventSink
 from semantic.application.engine.speculative import drafts as draft_memory
 from semantic.application.prompt.replay import LedgerReplayStore
 from semantic.application.settings import EngineLimits
+from semantic.domain.access import KeyRing
 from semantic.domain.agents import Pointer
 from semantic.domain.blocks import BlockName, BlockNamespace, BlockOrigin
 from semantic.domain.errors import (
@@ -59,17 +60,11 @@ class AgentMemory:
         disk: Writes and reads blocks; None with durability `none`.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        disk_quota: Callable[[str], int | None] = lambda _: None,
-        telemetry: TelemetryPort | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, telemetry: TelemetryPort | None = None) -> None:
         """Open the cache directory, unless durability is `none`.
 
         Args:
             settings: Location, durability and budgets of the cache.
-            disk_quota: Returns a tenant's disk quota in bytes; None applies the settings' quota.
             telemetry: Sink for events; None disables it.
 
         Raises:
@@ -78,7 +73,7 @@ class AgentMemory:
         """
         self._settings = settings
         self._memory_bytes = settings.runtime.memory_bytes
-        self._disk_quota = disk_quota
+        self._ring = KeyRing()
         self._namings: dict[tuple[str, str], dict[BlockName, str]] = {}  # by naming: root to tenant
         self._telemetry = telemetry
         self.codec = KVCodec(FORMATS[settings.kv_bits])
@@ -115,6 +110,7 @@ class AgentMemory:
             self._shared_blocks = self._shared.open_blocks(self._files)
             write = self._shared.writer(write)
         self.agents = self._make_agents(state, write)
+        self.limit_storage(self._ring)
         self.replays = LedgerReplayStore(self.ledger, write)
         if self.disk is not None:
             self.disk.start(self._is_on_disk)  # agents may change before a model is loaded
@@ -135,8 +131,14 @@ class AgentMemory:
             agents = AgentLedger(
                 self.ledger, state, write, table=shared.agents, leases=shared.leases
             )
-        agents.storage = StorageQuota(self.ledger, self._quota)
         return agents
+
+    def limit_storage(self, ring: KeyRing) -> None:
+        """Apply the disk quotas of a key ring; nothing is counted until there is one."""
+        self._ring = ring
+        has_quota = any(policy.disk_bytes for policy in ring.tenants.values())
+        if self.agents.storage is None and (has_quota or self._settings.tenant_disk_quota_mb):
+            self.agents.storage = StorageQuota(self.ledger, self._quota)
 
     def _make_disk(self, files: SafetensorsCache) -> DiskTier:
         files.fingerprint_of = self._fingerprint_of
@@ -356,15 +358,17 @@ class AgentMemory:
 
     def _quota(self, tenant: str) -> int | None:
         settings = self._settings
-        return self._disk_quota(tenant) or settings.tenant_disk_quota_mb * 2**20 or None
+        own = self._ring.policy(tenant).disk_bytes
+        return own or settings.tenant_disk_quota_mb * 2**20 or None
 
     def _tenant_bytes(self, root: BlockName) -> int | None:
         """How many bytes of blocks a root may have on disk: the tenant's quota less its turns."""
         tenant, _ = self._owner(root)
         quota = self._quota(tenant)
-        if not tenant or quota is None:
+        storage = self.agents.storage
+        if not tenant or quota is None or storage is None:
             return quota
-        return max(0, quota - self.agents.storage.used(tenant))
+        return max(0, quota - storage.used(tenant))
 
     def _fingerprint_of(self, root: BlockName) -> str:
         return self._owner(root)[1]

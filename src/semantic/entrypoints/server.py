@@ -49,7 +49,7 @@ from semantic.adapters.inbound.openai.routes import openai_router
 from semantic.adapters.inbound.page.routes import docs_router, page_router
 from semantic.adapters.inbound.responses.routes import ResponsesApi
 from semantic.adapters.outbound import host_memory
-from semantic.application.agents.turns import PastTurns
+from semantic.application.agents.turn_log import PastTurns
 from semantic.domain.access import LIMIT_KINDS, Allowance
 from semantic.domain.errors import InvalidRequestError, ModelSwapError, SemanticError
 from semantic.entrypoints.bootstrap import Server

@@ -7,7 +7,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.application.agents.ledger import AgentLedger, Exchange, write_at_once
+from semantic.application.agents.ledger import AgentLedger, write_at_once
+from semantic.application.agents.turn_log import FinishedTurn
 from semantic.domain.agents import Pointer, Reuse, Turn
 from semantic.domain.chat import Continuation, Message, Role
 from semantic.domain.errors import CachePersistenceError
@@ -36,14 +37,14 @@ def exchange_of(
     continuation: Continuation | None = None,
     turn_id: str = "",
     is_stored: bool = True,
-) -> Exchange:
+) -> FinishedTurn:
     """A turn; texts are a user's and an assistant's in turn."""
     roles = (Role.USER, Role.ASSISTANT)
     messages = [
         one if isinstance(one, Message) else Message.of(roles[i % 2], one)
         for i, one in enumerate(said)
     ]
-    return Exchange(
+    return FinishedTurn(
         prompt,
         reply,
         messages,

@@ -1,11 +1,10 @@
 """Agents: named conversations whose heads point into the block cache, as git branches do.
 
 1. `ledger.py`: all agents and tenants. A finished request is committed here as a turn, and moves
-   its agent's head; forking and rewinding copy or move the head, never the turns. `table.py`
-   holds the latest state of every agent in memory. `storage_quota.py` enforces the disk quota of
-   tenants.
-2. `turns.py`: the log of turns, including turns not written yet; the running turns; and the
-   queue of an agent's turns where the server keeps the conversation.
+   its agent's head; forking and rewinding copy or move the head, never the turns.
+   `storage_quota.py` enforces the disk quotas of tenants, if there are any.
+2. `turn_log.py`: the log of turns, including turns not written yet. `running_turns.py`: the turns
+   that run now, and the queue of an agent's turns where the server keeps the conversation.
 3. `service.py`: the operations of the agent API: create, list, fork, rewind, explain.
 4. `cache_admin.py`: the location of the agents' KV cache, and operations on it.
 5. `transfer.py`: export and import of an agent with its turns and blocks as a file.

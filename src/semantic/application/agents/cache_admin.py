@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from semantic.application.agents.feed import AgentAction, AgentChanged, EventFeed
 from semantic.application.agents.ledger import AgentLedger
-from semantic.application.agents.turns import RunningTurn, TurnWatch
+from semantic.application.agents.running_turns import RunningTurn, TurnWatch
 from semantic.application.agents.upkeep import Upkeep
 from semantic.application.cache.index import BlockNode
 from semantic.application.cache.restore_plan import tier_of

@@ -8,28 +8,20 @@ effect when the ledger has stored it.
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from semantic.application.agents.storage_quota import StorageQuota
-from semantic.application.agents.table import AgentsInMemory
-from semantic.application.agents.turns import TurnLog
+from semantic.application.agents.storage_quota import StorageQuota, StoredRow
+from semantic.application.agents.turn_log import MAX_WALK, FinishedTurn, TurnLog
 from semantic.domain.agents import (
     LOCAL_TENANT,
     Agent,
-    Divergence,
-    Pointer,
     Principal,
-    Reuse,
     Turn,
-    conversation_digest,
 )
-from semantic.domain.blocks import common_prefix
 from semantic.domain.chat import Continuation, Message
 from semantic.domain.errors import AgentNotFoundError, ConflictError, QuotaExceededError
-from semantic.domain.events import Usage
-from semantic.domain.sampling import FinishReason
 from semantic.ports.storage import (
     AgentLeasesPort,
     AgentTablePort,
@@ -47,37 +39,39 @@ from semantic.ports.storage import (
 
 ANONYMOUS_TTL_S = 24 * 3600.0
 _SALT_BYTES = 16
-_MAX_WALK = 64  # turns searched for the one a prompt continues
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """A finished request, to be committed as a turn of an agent.
+class AgentsInMemory:
+    """`AgentTablePort` for agents that only this process uses."""
 
-    Attributes:
-        prompt: All tokens of the prompt.
-        reply: The tokens of the reply.
-        messages: The whole conversation including the reply.
-        turn_id: Id of the new turn; empty for a random id.
-        is_stored: Whether to log messages and tokens; if False, the turn holds neither.
-        continuation: The turn it continues, if the server keeps the conversation.
-        model: Id of the model that replied.
-        reason: Why the reply ended.
-        epoch: Epoch of the agent's lease; None if no lease is needed.
-    """
+    is_shared = False
 
-    prompt: Sequence[int]
-    reply: Sequence[int]
-    messages: Sequence[Message]
-    pointer: Pointer | None
-    usage: Usage
-    reuse: Reuse
-    turn_id: str = ""
-    is_stored: bool = True
-    continuation: Continuation | None = None
-    model: str = ""
-    reason: FinishReason | None = None
-    epoch: int | None = None
+    def __init__(self, agents: Iterable[Agent]) -> None:
+        # Never held across I/O: the event loop acquires it and must not wait for the disk.
+        self._lock = threading.Lock()
+        self._agents = {(agent.tenant, agent.id): agent for agent in agents}
+
+    def find(self, tenant: str, agent_id: str) -> Agent | None:
+        with self._lock:
+            return self._agents.get((tenant, agent_id))
+
+    def of_tenant(self, tenant: str) -> list[Agent]:
+        with self._lock:
+            return [agent for (owner, _), agent in self._agents.items() if owner == tenant]
+
+    def known(self) -> list[Agent]:
+        with self._lock:
+            return list(self._agents.values())
+
+    def put(self, agent: Agent, before: Agent | None, epoch: int | None) -> LedgerChange:  # noqa: ARG002
+        """Store an agent; the change is unconditional, since no other process moves the agent."""
+        with self._lock:
+            self._agents[agent.tenant, agent.id] = agent
+        return PutAgent(agent)
+
+    def drop(self, agent: Agent) -> None:
+        with self._lock:
+            del self._agents[agent.tenant, agent.id]
 
 
 class AgentLedger:
@@ -87,7 +81,7 @@ class AgentLedger:
         log: The turns of all agents.
         is_shared: Whether other processes use the same agents.
         leases: Leases on agents, needed to move their heads; None on a single server.
-        storage: Ledger storage per tenant and its quota; unlimited unless replaced.
+        storage: Disk quotas of tenants; None if there are none.
     """
 
     def __init__(
@@ -124,7 +118,7 @@ class AgentLedger:
         self._agents: AgentTablePort = table or AgentsInMemory(state.agents)
         self.is_shared = self._agents.is_shared
         self.leases = leases
-        self.storage = StorageQuota(ledger)
+        self.storage: StorageQuota | None = None
         self._tenants = {tenant.id: tenant for tenant in state.tenants}
         self.log = TurnLog(ledger, write, settle_s)
 
@@ -180,10 +174,10 @@ class AgentLedger:
             if self.find(agent.tenant, agent.id) is not None:
                 raise ConflictError(f"agent {agent.id!r} already exists.", param="id")
             logged = [PutTurn(agent.tenant, turn) for turn in turns]
-            self.storage.check(agent.tenant, PutAgent(agent), *logged)
+            self.check_storage(agent.tenant, PutAgent(agent), *logged)
             for change in logged:
                 self.log.put(agent.tenant, change.turn)
-                self.storage.add(agent.tenant, change)
+                self._count_stored(agent.tenant, change)
             return self._put(agent, None)
 
     def update(self, tenant: str, agent_id: str, edit: Callable[[Agent], Agent]) -> Agent:
@@ -196,7 +190,7 @@ class AgentLedger:
         with self._changes:
             known = self.get(tenant, agent_id)
             edited = replace(edit(known), head=known.head, num_turns=known.num_turns)
-            self.storage.check(tenant, PutAgent(edited), old=PutAgent(known))
+            self.check_storage(tenant, PutAgent(edited), old=PutAgent(known))
             return self._put(edited, known)
 
     def fork(
@@ -218,10 +212,10 @@ class AgentLedger:
                     raise ConflictError(f"agent {new_id!r} already exists.", param="ids")
             now = self._now()
             made = [source.fork(new_id, at=now) for new_id in new_ids]
-            self.storage.check(tenant, *map(PutAgent, made))
+            self.check_storage(tenant, *map(PutAgent, made))
             self._write(*(self._agents.put(agent, None, None) for agent in made))
             for agent in made:
-                self.storage.add(tenant, PutAgent(agent))
+                self._count_stored(tenant, PutAgent(agent))
             return made
 
     def preview_fork(self, agent: Agent, new_id: str, turn_id: str) -> Agent:
@@ -261,7 +255,8 @@ class AgentLedger:
             agent = self.get(tenant, agent_id)
             self._agents.drop(agent)
             self._write(DropAgent(tenant, agent_id))
-            self.storage.remove(tenant, PutAgent(agent))
+            if self.storage is not None:
+                self.storage.remove(tenant, PutAgent(agent))
             return agent
 
     def expire(self) -> list[Agent]:
@@ -287,7 +282,7 @@ class AgentLedger:
         place = self.log.place(agent.tenant, agent.head) if agent.head else None
         return place or TurnPlace(0, None)
 
-    def turns(self, agent: Agent, limit: int = _MAX_WALK) -> list[Turn]:
+    def turns(self, agent: Agent, limit: int = MAX_WALK) -> list[Turn]:
         """Return the turns of an agent, latest first."""
         return self.log.turns(agent.tenant, agent.head, limit)
 
@@ -320,11 +315,20 @@ class AgentLedger:
         if limit is not None and agent.num_turns >= limit:
             raise QuotaExceededError(f"agent {agent.id} has used all of its {limit} turns.")
 
+    def check_storage(self, tenant: str, *new: StoredRow, old: StoredRow | None = None) -> None:
+        """Check that a tenant's disk quota, if any, allows storing `new` in place of `old`.
+
+        Raises:
+            QuotaExceededError: the quota is used up, or too small for the change.
+        """
+        if self.storage is not None:
+            self.storage.check(tenant, *new, old=old)
+
     def commit(
         self,
         tenant: str,
         agent_id: str,
-        exchange: Exchange,
+        finished: FinishedTurn,
         *,
         is_anonymous: bool = False,
         fork: Agent | None = None,
@@ -338,7 +342,7 @@ class AgentLedger:
         Args:
             tenant: The tenant.
             agent_id: The agent.
-            exchange: The finished request.
+            finished: The finished request.
             is_anonymous: Whether the request named no agent, so that a new agent expires.
             fork: The agent to create if `agent_id` does not exist; None creates an empty one.
 
@@ -347,20 +351,24 @@ class AgentLedger:
             ConflictError: the server keeps the conversation, and the agent's head moved meanwhile.
         """
         with self._changes:
-            if exchange.continuation is not None:
+            if finished.continuation is not None:
                 agent = self.get(tenant, agent_id)
-                parent = self._named(agent, exchange.continuation)
-                return self._append(agent, agent, exchange, (parent, agent.num_turns))
+                parent = self._named(agent, finished.continuation)
+                return self._append(agent, agent, finished, (parent, agent.num_turns))
             before = self.find(tenant, agent_id)
             agent = before or fork or self._new(tenant, agent_id, is_anonymous=is_anonymous)
-            continued = self._continued(agent, exchange.prompt)
+            continued = self.log.continued(agent, finished.prompt)
             try:
-                return self._append(agent, before, exchange, continued)
+                return self._append(agent, before, finished, continued)
             except ConflictError:
                 own = as_anonymous(agent.fork(f"anon-{secrets.token_hex(8)}", at=self._now()))
-                return self._append(own, None, replace(exchange, epoch=None), continued)
+                return self._append(own, None, replace(finished, epoch=None), continued)
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _count_stored(self, tenant: str, new: StoredRow, old: StoredRow | None = None) -> None:
+        if self.storage is not None:
+            self.storage.add(tenant, new, old)
 
     def _tenant(self, tenant: str) -> Tenant | None:
         with self._lock:
@@ -383,24 +391,24 @@ class AgentLedger:
         self,
         agent: Agent,
         before: Agent | None,
-        exchange: Exchange,
+        finished: FinishedTurn,
         continued: tuple[Turn | None, int],
     ) -> tuple[Turn, Future[None]]:
         """Log a turn after the turn in `continued`, and replace `before` with the moved agent."""
         parent, depth = continued
-        turn = self._turn(agent, parent, exchange)
+        turn = self.log.next_turn(agent, parent, finished, self._now())
         back = agent.rewind(turn.parent, depth, at=agent.last_used)
         moved = back.advance(turn.id, at=turn.created_at)
-        change = self._agents.put(moved, before, exchange.epoch)
+        change = self._agents.put(moved, before, finished.epoch)
         logged = self.log.put(agent.tenant, turn, change)
-        self.storage.add(agent.tenant, PutTurn(agent.tenant, turn))
+        self._count_stored(agent.tenant, PutTurn(agent.tenant, turn))
         if before is None:
-            self.storage.add(agent.tenant, PutAgent(moved))
+            self._count_stored(agent.tenant, PutAgent(moved))
         return logged
 
     def _put(self, agent: Agent, before: Agent | None) -> Agent:
         self._write(self._agents.put(agent, before, None))
-        self.storage.add(agent.tenant, PutAgent(agent), PutAgent(before) if before else None)
+        self._count_stored(agent.tenant, PutAgent(agent), PutAgent(before) if before else None)
         return agent
 
     def _rewound(self, agent: Agent, turn_id: str | None) -> Agent:
@@ -428,57 +436,6 @@ class AgentLedger:
         if agent.head != continuation.turn_id:
             raise ConflictError(f"agent {agent.id!r} moved to another turn meanwhile.")
         return self.turn(agent.tenant, agent.head) if agent.head else None
-
-    def _turn(self, agent: Agent, parent: Turn | None, exchange: Exchange) -> Turn:
-        """Build the turn after `parent`, with what is new, or with everything if it diverges."""
-        tokens = [*exchange.prompt, *exchange.reply]
-        going_on = exchange.continuation or Continuation(parent.id if parent else None)
-        is_prefix = parent is not None and _begins_with(exchange.prompt, parent)
-        num_said = parent.num_messages if parent and not going_on.is_edited else 0
-        messages = exchange.messages if exchange.is_stored else exchange.messages[:num_said]
-        start = parent.num_tokens if parent and is_prefix else 0
-        return Turn(
-            id=exchange.turn_id or f"turn_{secrets.token_hex(12)}",
-            parent=parent.id if parent else None,
-            agent_id=agent.id,
-            messages=tuple(messages[num_said:]),
-            tokens=tuple(tokens[start:]) if exchange.is_stored else (),
-            num_tokens=len(tokens),
-            pointer=exchange.pointer,
-            usage=exchange.usage,
-            created_at=self._now(),
-            reuse=exchange.reuse,
-            num_messages=len(messages),
-            digest=conversation_digest(tokens),
-            num_dropped=going_on.num_dropped,
-            divergence=self._divergence(agent, exchange.prompt),
-            model=exchange.model,
-            reason=exchange.reason,
-        )
-
-    def _divergence(self, agent: Agent, prompt: Sequence[int]) -> Divergence | None:
-        """Return where a prompt diverges from the conversation at an agent's head."""
-        head = self.turn(agent.tenant, agent.head) if agent.head else None
-        if head is None or _begins_with(prompt, head):
-            return None
-        return Divergence(head.id, common_prefix(self.log.tokens(agent.tenant, head.id), prompt))
-
-    def _continued(self, agent: Agent, prompt: Sequence[int]) -> tuple[Turn | None, int]:
-        """Return the latest turn that a prompt continues, and the number of turns up to it."""
-        head = self.turn(agent.tenant, agent.head) if agent.head else None
-        if head is not None and _begins_with(prompt, head):
-            return head, agent.num_turns  # the usual case; earlier turns may need disk reads
-        for index, turn in enumerate(self.turns(agent)):
-            if _begins_with(prompt, turn):
-                return turn, agent.num_turns - index
-        return None, 0
-
-
-def _begins_with(prompt: Sequence[int], turn: Turn) -> bool:
-    """Whether the conversation up to a turn is a prefix of a prompt."""
-    if turn.num_tokens > len(prompt):
-        return False
-    return conversation_digest(prompt[: turn.num_tokens]) == turn.digest
 
 
 def as_anonymous(agent: Agent) -> Agent:

@@ -9,7 +9,7 @@ from itertools import islice
 from semantic.application.agents.cache_admin import CacheService
 from semantic.application.agents.feed import AgentAction, AgentChanged, EventFeed
 from semantic.application.agents.ledger import AgentLedger
-from semantic.application.agents.turns import TurnLanes
+from semantic.application.agents.running_turns import TurnLanes
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.domain.agents import Agent, Principal, Turn
 from semantic.domain.errors import ConflictError, InvalidRequestError

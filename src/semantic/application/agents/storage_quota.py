@@ -12,7 +12,7 @@ from typing import TypeAlias
 from semantic.domain.errors import QuotaExceededError
 from semantic.ports.storage import LedgerPort, PutAgent, PutTurn
 
-Stored: TypeAlias = PutAgent | PutTurn
+StoredRow: TypeAlias = PutAgent | PutTurn
 _MB = 2**20
 
 
@@ -22,9 +22,7 @@ class StorageQuota:
     Thread-safe; `check` and `used` may read the ledger.
     """
 
-    def __init__(
-        self, ledger: LedgerPort, quota: Callable[[str], int | None] = lambda _: None
-    ) -> None:
+    def __init__(self, ledger: LedgerPort, quota: Callable[[str], int | None]) -> None:
         """Create the counters; a tenant is counted on first use.
 
         Args:
@@ -51,7 +49,7 @@ class StorageQuota:
         with self._lock:
             return self._used.setdefault(tenant, counted)
 
-    def check(self, tenant: str, *new: Stored, old: Stored | None = None) -> None:
+    def check(self, tenant: str, *new: StoredRow, old: StoredRow | None = None) -> None:
         """Check that a tenant's quota allows replacing `old` with `new`; counts nothing.
 
         A replacement that is not larger always passes. Call `add` after storing.
@@ -71,14 +69,14 @@ class StorageQuota:
             "collection), or raise disk_quota_mb."
         )
 
-    def add(self, tenant: str, new: Stored, old: Stored | None = None) -> None:
+    def add(self, tenant: str, new: StoredRow, old: StoredRow | None = None) -> None:
         """Count a stored row, which replaces `old` if given."""
         with self._lock:
             if tenant not in self._used:
                 return  # `used` counts it when it reads the ledger
         self._grow(tenant, self._grown((new,), old))
 
-    def remove(self, tenant: str, old: Stored) -> None:
+    def remove(self, tenant: str, old: StoredRow) -> None:
         """Count the removal of a row."""
         with self._lock:
             if tenant not in self._used:
@@ -90,7 +88,7 @@ class StorageQuota:
         with self._lock:
             self._used.clear()
 
-    def _grown(self, new: Sequence[Stored], old: Stored | None) -> int:
+    def _grown(self, new: Sequence[StoredRow], old: StoredRow | None) -> int:
         return self._ledger.size_of(*new) - (self._ledger.size_of(old) if old else 0)
 
     def _grow(self, tenant: str, nbytes: int) -> None:

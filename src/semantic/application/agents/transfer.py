@@ -193,7 +193,7 @@ class AgentTransfer:
         if self._agents.find(principal.tenant, known.id) is not None:
             raise ConflictError(f"agent {known.id!r} already exists.", param="id")
         logged = (PutTurn(principal.tenant, turn) for turn in arrival.turns)
-        self._agents.storage.check(principal.tenant, PutAgent(known), *logged)
+        self._agents.check_storage(principal.tenant, PutAgent(known), *logged)
         names: dict[BlockName, BlockName] = {}
         root = BlockName()
         if not is_messages_only:

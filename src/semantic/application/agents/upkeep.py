@@ -198,7 +198,8 @@ class Upkeep:
 
     def _forget_unreachable(self, before: float) -> None:
         self._ledger.forget_unreachable(before=before, replays_before=self._now() - REPLAY_TTL_S)
-        self._agents.storage.refresh()
+        if self._agents.storage is not None:
+            self._agents.storage.refresh()
 
     def verify(self) -> Iterator[CheckProgress]:
         """Check every block file; damaged ones go to quarantine and are recomputed when needed."""

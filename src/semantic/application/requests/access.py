@@ -17,19 +17,27 @@ class Access:
         ring: All keys and limits.
     """
 
-    def __init__(self, load: Callable[[], KeyRing], principal: Callable[[str], Principal]) -> None:
+    def __init__(
+        self,
+        load: Callable[[], KeyRing],
+        principal: Callable[[str], Principal],
+        on_loaded: Callable[[KeyRing], None] = lambda _: None,
+    ) -> None:
         """Load the keys.
 
         Args:
             load: Reads the keys from their source.
             principal: Finds a tenant, or creates it with its own salt.
+            on_loaded: Called with the keys and limits whenever they were loaded.
 
         Raises:
             InvalidRequestError: the keys cannot be read.
         """
         self._load = load
         self._principal = principal
+        self._on_loaded = on_loaded
         self.ring = load()
+        on_loaded(self.ring)
 
     def reload(self) -> None:
         """Load the keys again; if that fails, the current keys stay in force.
@@ -44,6 +52,7 @@ class Access:
                 "there are no keys any more; those in force stay until a restart.", param="key_file"
             )
         self.ring = ring
+        self._on_loaded(ring)
 
     def authenticate(self, secrets: Iterable[str]) -> Principal:
         """Return the principal of a request.

@@ -100,7 +100,7 @@ class Preparation:
             QuotaExceededError: the agent's turns or the tenant's disk quota are used up.
             StateQuotaError: the prompt's KV cache exceeds the agent's quota.
         """
-        self._agents.storage.check(principal.tenant)
+        self._agents.check_storage(principal.tenant)
         root, texts = model.root(principal), model.text_root(principal)
         prompt, day = self._render(request, model, TenantReplays(texts, self._replays))
         identity = self._identities.identify(

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from semantic.application.agents.feed import EventFeed
-from semantic.application.agents.ledger import AgentLedger, Exchange
-from semantic.application.agents.turns import TurnWatch, turn_id
+from semantic.application.agents.ledger import AgentLedger
+from semantic.application.agents.running_turns import TurnWatch
+from semantic.application.agents.turn_log import FinishedTurn, turn_id
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.embedding import EmbeddingJob
 from semantic.application.engine.model import LoadedModel
@@ -258,7 +259,7 @@ class InferenceService:
         self._remember(prepared, finished)
         block, request = left.block, prepared.request
         said = () if request.raw_prompt else (*request.without_beginning.messages, finished.message)
-        exchange = Exchange(
+        record = FinishedTurn(
             prompt=job.tokens,
             reply=left.tokens,
             messages=said,
@@ -276,7 +277,7 @@ class InferenceService:
         turn, done = self._agents.commit(
             tenant,
             identity.agent_id,
-            exchange,
+            record,
             is_anonymous=identity.is_anonymous,
             fork=identity.fork,
         )

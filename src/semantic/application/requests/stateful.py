@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from semantic.application.agents.ledger import AgentLedger
-from semantic.application.agents.turns import TurnLanes
+from semantic.application.agents.running_turns import TurnLanes
 from semantic.application.requests.reply import LiveReply
 from semantic.application.requests.service import InferenceService
 from semantic.domain.agents import Agent, Overflow, Principal

@@ -13,9 +13,10 @@ from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.cache_admin import CacheService, ModelCache
 from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.ledger import AgentLedger
+from semantic.application.agents.running_turns import TurnLanes, TurnWatch
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
-from semantic.application.agents.turns import PastTurns, TurnLanes, TurnWatch, turn_id
+from semantic.application.agents.turn_log import PastTurns, turn_id
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.settings import EngineLimits
 from semantic.domain.agents import Agent, Principal

@@ -32,9 +32,14 @@ def ledger() -> SqliteLedger:
 
 
 @pytest.fixture
-def agents(ledger: SqliteLedger, quotas: Quotas) -> AgentLedger:
+def storage(ledger: SqliteLedger, quotas: Quotas) -> StorageQuota:
+    return StorageQuota(ledger, quotas.of)
+
+
+@pytest.fixture
+def agents(ledger: SqliteLedger, storage: StorageQuota) -> AgentLedger:
     made = agents_of(ledger)
-    made.storage = StorageQuota(ledger, quotas.of)
+    made.storage = storage
     return made
 
 
@@ -43,7 +48,7 @@ def agent(name: str, size: int, tenant: str = "a") -> Agent:
 
 
 def test_agents_are_refused_before_they_exceed_the_quota(
-    agents: AgentLedger, ledger: SqliteLedger
+    agents: AgentLedger, ledger: SqliteLedger, storage: StorageQuota
 ) -> None:
     agents.create(agent("one", 4000))
     agents.create(agent("two", 4000))
@@ -54,13 +59,13 @@ def test_agents_are_refused_before_they_exceed_the_quota(
     with pytest.raises(QuotaExceededError):
         agents.update("a", "one", lambda one: replace(one, profile=agent("x", 7000).profile))
     assert {known.id for known in agents.agents("a")} == {"one", "two"}
-    assert 8000 < ledger.stored_bytes("a") == agents.storage.used("a") < QUOTA
+    assert 8000 < ledger.stored_bytes("a") == storage.used("a") < QUOTA
     agents.create(agent("other", 4 * QUOTA, tenant="b"))
     agents.update("a", "one", lambda one: replace(one, profile=agent("x", 100).profile))
     agents.create(agent("three", 3000))
     agents.delete("a", "two")
     agents.create(agent("four", 3000))
-    assert ledger.stored_bytes("a") == agents.storage.used("a")
+    assert ledger.stored_bytes("a") == storage.used("a")
 
 
 def test_a_fork_of_many_is_refused_as_a_whole(agents: AgentLedger) -> None:
@@ -71,34 +76,38 @@ def test_a_fork_of_many_is_refused_as_a_whole(agents: AgentLedger) -> None:
     agents.fork("a", "one", ["two", "three"])
 
 
-def test_turns_count_until_they_are_forgotten(agents: AgentLedger, ledger: SqliteLedger) -> None:
+def test_turns_count_until_they_are_forgotten(
+    agents: AgentLedger, ledger: SqliteLedger, storage: StorageQuota
+) -> None:
     agents.create(agent("one", 0))
-    agents.storage.check("a")
+    storage.check("a")
     agents.commit("a", "one", exchange_of([1, 2], [3], ["a" * QUOTA, "b"]))
     agents.commit("a", "new", exchange_of([1], [2], ["a", "b"]))
     # An agent's row grows a little with its first turn, which is counted after the next refresh.
-    assert ledger.stored_bytes("a") - 100 < agents.storage.used("a") <= ledger.stored_bytes("a")
-    assert agents.storage.used("a") > QUOTA
+    assert ledger.stored_bytes("a") - 100 < storage.used("a") <= ledger.stored_bytes("a")
+    assert storage.used("a") > QUOTA
     with pytest.raises(QuotaExceededError):
-        agents.storage.check("a")
+        storage.check("a")
     # What takes no more room may still be changed.
     agents.update("a", "one", lambda one: replace(one, is_pinned=one.is_pinned))
     agents.delete("a", "one")
     with pytest.raises(QuotaExceededError):
-        agents.storage.check("a")
+        storage.check("a")
     ledger.forget_unreachable(before=2.0**40, replays_before=0.0)
-    agents.storage.refresh()
-    agents.storage.check("a")
+    storage.refresh()
+    storage.check("a")
 
 
-def test_a_quota_may_come_and_go(agents: AgentLedger, quotas: Quotas) -> None:
+def test_a_quota_may_come_and_go(
+    agents: AgentLedger, quotas: Quotas, storage: StorageQuota
+) -> None:
     agents.create(agent("one", 100, tenant="b"))
-    assert agents.storage.used("b") == 0
+    assert storage.used("b") == 0
     quotas["b"] = QUOTA
-    assert agents.storage.used("b") > 0
+    assert storage.used("b") > 0
     del quotas["b"]
     agents.create(agent("two", 2 * QUOTA, tenant="b"))
-    assert agents.storage.used("b") == 0
+    assert storage.used("b") == 0
     quotas["b"] = QUOTA
     with pytest.raises(QuotaExceededError):
-        agents.storage.check("b")
+        storage.check("b")

@@ -9,7 +9,7 @@ import pytest
 
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
 from semantic.application.agents.ledger import AgentLedger
-from semantic.application.agents.turns import TurnLanes
+from semantic.application.agents.running_turns import TurnLanes
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.model import LoadedModel
 from semantic.application.prompt.replay import ReplayStore

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from semantic.adapters.inbound.agents.views import MessageOut, ReplyOut, ReuseOut, UsageOut
 from semantic.adapters.inbound.http.errors import openai_body
 from semantic.adapters.inbound.http.streaming import Json, ReplySet, data
-from semantic.application.agents.turns import turn_id
+from semantic.application.agents.turn_log import turn_id
 from semantic.application.parsing import MessageFold
 from semantic.domain.agents import Reuse, Turn
 from semantic.domain.chat import Message, Role

@@ -37,7 +37,7 @@ from semantic.adapters.inbound.responses.events import (
 )
 from semantic.adapters.inbound.responses.requests import ResponsesRequest
 from semantic.adapters.inbound.wire import client_params, refuse
-from semantic.application.agents.turns import PastTurns
+from semantic.application.agents.turn_log import PastTurns
 from semantic.application.models.registry import ModelRegistry
 from semantic.domain.agents import Principal
 from semantic.domain.errors import GenerationTimeoutError, SemanticError

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from semantic.adapters.outbound.telemetry.tracing import RequestTracer
 from semantic.application.agents.cache_admin import CacheService, Sharing
-from semantic.application.agents.turns import TurnWatch
+from semantic.application.agents.running_turns import TurnWatch
 from semantic.domain.agents import Tier
 from semantic.domain.errors import ModelSwapError
 from semantic.ports.inbound import ModelState

@@ -5,14 +5,10 @@ from concurrent.futures import Future
 import pytest
 
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.ledger import AgentLedger
-from semantic.application.agents.turns import PastTurns, TurnWatch, turn_id
-from semantic.domain.agents import Principal, Reuse
+from semantic.application.agents.turn_log import PastTurns, turn_id
+from semantic.domain.agents import Principal
 from semantic.domain.chat import Continuation, Message, Role, TextPart
-from semantic.domain.events import Finished, PrefillProgress, Started, Usage
-from semantic.domain.sampling import FinishReason, SamplingParams
-from semantic.ports.telemetry import NoTelemetry, RequestTrace
 from tests.unit.application.ledger_rig import LateWriter, agents_of, exchange_of
 
 pytestmark = pytest.mark.unit
@@ -117,24 +113,3 @@ def test_a_turn_after_an_unstored_one_holds_what_that_does_not(agents: AgentLedg
     assert unstored is not None
     assert (unstored.messages, unstored.tokens) == ((), ())
     assert agents.get("local", "a").num_turns == 3
-
-
-def test_who_is_answered_is_told_with_how_far_that_is() -> None:
-    watch, trace = TurnWatch(EventFeed(), NoTelemetry()), RequestTrace(max_tokens=50)
-    end = watch.begin(Started("1", "m", Usage(20), SamplingParams(seed=0)), "local", "a", trace)
-
-    def told() -> tuple[str, int, int, int]:
-        (turn,) = watch.running("local")
-        assert (turn.agent_id, turn.turn_id, turn.prompt_tokens) == ("a", turn_id("1"), 20)
-        assert turn.max_tokens == 50
-        return turn.state, turn.reused_tokens, turn.computed_tokens, turn.generated_tokens
-
-    assert told() == ("queued", 0, 0, 0)
-    trace.note_admitted()
-    trace.progress = PrefillProgress(12, 20, 8)
-    assert told() == ("prefill", 8, 12, 0)
-    trace.first_token, trace.num_generated = 1.0, 3
-    assert told() == ("decoding", 8, 20, 3)
-    assert watch.running("other") == []
-    end(Finished(FinishReason.END_TURN, Usage(20)), Reuse())
-    assert watch.running("local") == []

@@ -1,33 +1,35 @@
-"""Turns: their queue, their progress and telemetry, and the log that stores them.
+"""The log of turns: finished requests become turns here, and are read back.
 
 Until a turn is written, it is read from memory. A longer block may replace the block that a turn
 points at before the turn is logged; the `Repoint` row then precedes the turn's row and misses it.
 So `TurnLog` remembers recent replacements and applies them to turns logged later.
 """
 
-import asyncio
 import contextlib
+import secrets
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
-from semantic.application.agents.feed import EventFeed, TurnEnded, TurnStarted
-from semantic.domain.agents import Principal, Reuse, Turn
-from semantic.domain.blocks import BlockName
-from semantic.domain.chat import Message, Role
-from semantic.domain.errors import (
-    CachePersistenceError,
-    GenerationTimeoutError,
-    OverloadedError,
-    SemanticError,
+from semantic.domain.agents import (
+    Agent,
+    Divergence,
+    Pointer,
+    Principal,
+    Reuse,
+    Turn,
+    conversation_digest,
 )
-from semantic.domain.events import Failed, Finished, PrefillProgress, Started
-from semantic.ports.inbound import PastTurn, Reply
+from semantic.domain.blocks import BlockName, common_prefix
+from semantic.domain.chat import Continuation, Message, Role
+from semantic.domain.errors import CachePersistenceError
+from semantic.domain.events import Usage
+from semantic.domain.sampling import FinishReason
+from semantic.ports.inbound import PastTurn
 from semantic.ports.storage import (
     LedgerChange,
     LedgerPort,
@@ -36,18 +38,48 @@ from semantic.ports.storage import (
     TurnPlace,
     WriteChanges,
 )
-from semantic.ports.telemetry import RequestEnd, RequestTrace, TelemetryPort
 
-_Key: TypeAlias = tuple[str, str]  # tenant, and the id of a turn or an agent
+_Key: TypeAlias = tuple[str, str]  # tenant, turn id
 _PAGE = 256
 _MAX_LINKS = 50_000
 _MAX_MOVES = 256  # few suffice: a turn is logged right after its last block is sealed
+MAX_WALK = 64  # turns searched for the one a prompt continues
 _UNKNOWN = ""  # no turn has this id
 
 
 def turn_id(request_id: str) -> str:
     """Return the id of the turn that a request creates."""
     return f"turn_{request_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTurn:
+    """A finished request, to be logged as a turn of an agent.
+
+    Attributes:
+        prompt: All tokens of the prompt.
+        reply: The tokens of the reply.
+        messages: The whole conversation including the reply.
+        turn_id: Id of the new turn; empty for a random id.
+        is_stored: Whether to log messages and tokens; if False, the turn holds neither.
+        continuation: The turn it continues, if the server keeps the conversation.
+        model: Id of the model that replied.
+        reason: Why the reply ended.
+        epoch: Epoch of the agent's lease; None if no lease is needed.
+    """
+
+    prompt: Sequence[int]
+    reply: Sequence[int]
+    messages: Sequence[Message]
+    pointer: Pointer | None
+    usage: Usage
+    reuse: Reuse
+    turn_id: str = ""
+    is_stored: bool = True
+    continuation: Continuation | None = None
+    model: str = ""
+    reason: FinishReason | None = None
+    epoch: int | None = None
 
 
 class TurnLog:
@@ -189,6 +221,57 @@ class TurnLog:
         turns = self._back_to(tenant, head, lambda turn: turn.holds_all_messages)
         return [message for turn in turns for message in turn.messages]
 
+    # -- the next turn --------------------------------------------------------------------------
+
+    def next_turn(
+        self, agent: Agent, parent: Turn | None, finished: FinishedTurn, created_at: float
+    ) -> Turn:
+        """Build the turn after `parent`, with what is new, or with everything if it diverges."""
+        tokens = [*finished.prompt, *finished.reply]
+        going_on = finished.continuation or Continuation(parent.id if parent else None)
+        is_prefix = parent is not None and _begins_with(finished.prompt, parent)
+        num_said = parent.num_messages if parent and not going_on.is_edited else 0
+        messages = finished.messages if finished.is_stored else finished.messages[:num_said]
+        start = parent.num_tokens if parent and is_prefix else 0
+        return Turn(
+            id=finished.turn_id or turn_id(secrets.token_hex(12)),
+            parent=parent.id if parent else None,
+            agent_id=agent.id,
+            messages=tuple(messages[num_said:]),
+            tokens=tuple(tokens[start:]) if finished.is_stored else (),
+            num_tokens=len(tokens),
+            pointer=finished.pointer,
+            usage=finished.usage,
+            created_at=created_at,
+            reuse=finished.reuse,
+            num_messages=len(messages),
+            digest=conversation_digest(tokens),
+            num_dropped=going_on.num_dropped,
+            divergence=self._divergence(agent, finished.prompt),
+            model=finished.model,
+            reason=finished.reason,
+        )
+
+    def continued(self, agent: Agent, prompt: Sequence[int]) -> tuple[Turn | None, int]:
+        """Return an agent's latest turn that a prompt continues, and the number of turns up to it.
+
+        Of a long history, only the latest turns are searched.
+        """
+        head = self.turn(agent.tenant, agent.head) if agent.head else None
+        if head is not None and _begins_with(prompt, head):
+            return head, agent.num_turns  # the usual case; earlier turns may need disk reads
+        for index, turn in enumerate(self.turns(agent.tenant, agent.head, MAX_WALK)):
+            if _begins_with(prompt, turn):
+                return turn, agent.num_turns - index
+        return None, 0
+
+    def _divergence(self, agent: Agent, prompt: Sequence[int]) -> Divergence | None:
+        """Return where a prompt diverges from the conversation at an agent's head."""
+        head = self.turn(agent.tenant, agent.head) if agent.head else None
+        if head is None or _begins_with(prompt, head):
+            return None
+        return Divergence(head.id, common_prefix(self.tokens(agent.tenant, head.id), prompt))
+
     # -- inside ---------------------------------------------------------------------------------
 
     def _back_to(
@@ -232,6 +315,13 @@ class TurnLog:
                 self._parents[tenant, turn_id] = parent
             while len(self._parents) > _MAX_LINKS:
                 del self._parents[next(iter(self._parents))]
+
+
+def _begins_with(prompt: Sequence[int], turn: Turn) -> bool:
+    """Whether the conversation up to a turn is a prefix of a prompt."""
+    if turn.num_tokens > len(prompt):
+        return False
+    return conversation_digest(prompt[: turn.num_tokens]) == turn.digest
 
 
 class PastTurns:
@@ -278,207 +368,3 @@ class PastTurns:
         turn = self._log.turn(principal.tenant, turn_id(request_id))
         is_told = turn is not None and bool(turn.messages)
         return turn if is_told and turn and turn.messages[-1].role is Role.ASSISTANT else None
-
-
-@dataclass(frozen=True, slots=True)
-class LiveTurns:
-    """Numbers of waiting and running requests, and of the agents they belong to."""
-
-    num_waiting: int
-    num_running: int
-    num_agents: int
-
-
-@dataclass(frozen=True, slots=True)
-class RunningTurn:
-    """A waiting or running request, and its progress.
-
-    Attributes:
-        state: `queued`, `prefill` or `decoding`.
-        computed_tokens: Prompt tokens whose KV cache is available, reused or computed.
-        age_s: Seconds since the request was received.
-    """
-
-    agent_id: str
-    turn_id: str
-    state: str
-    prompt_tokens: int
-    reused_tokens: int
-    computed_tokens: int
-    generated_tokens: int
-    max_tokens: int
-    age_s: float
-
-
-class TurnWatch:
-    """Reports the start and end of turns to the feed and to telemetry. Thread-safe.
-
-    Attributes:
-        counts: Outcomes of requests since the start of the server.
-    """
-
-    def __init__(self, feed: EventFeed, telemetry: TelemetryPort) -> None:
-        self.counts = telemetry.counts.requests
-        self._feed = feed
-        self._telemetry = telemetry
-        self._lock = threading.Lock()
-        self._live: dict[str, tuple[TurnStarted, RequestTrace]] = {}
-
-    @property
-    def live(self) -> LiveTurns:
-        """Numbers of requests that wait or run now."""
-        with self._lock:
-            turns = list(self._live.values())
-        num_waiting = sum(trace.admitted is None for _, trace in turns)
-        agents = {(turn.tenant, turn.agent_id) for turn, _ in turns}
-        return LiveTurns(num_waiting, len(turns) - num_waiting, len(agents))
-
-    def running(self, tenant: str) -> list[RunningTurn]:
-        """Return the waiting and running requests of a tenant, oldest first."""
-        with self._lock:
-            turns = [known for known in self._live.values() if known[0].tenant == tenant]
-        return [_running(turn, trace) for turn, trace in turns]
-
-    def begin(
-        self, started: Started, tenant: str, agent_id: str, trace: RequestTrace
-    ) -> Callable[[Finished | Failed, Reuse], None]:
-        """Report the start of a turn; returns a function to call with its last event."""
-        begun = TurnStarted(
-            tenant, agent_id, turn_id(started.request_id), started.usage.prompt_tokens
-        )
-        with self._lock:
-            self._live[begun.turn_id] = begun, trace
-        self._telemetry.begin(trace, started.request_id, agent_id, started.model)
-        self._feed.publish(begun)
-        return lambda event, reuse: self._end(started, begun, event, reuse)
-
-    def refuse(self, model: str, error: SemanticError) -> None:
-        """Count a request that was rejected before it was queued."""
-        with self._lock:
-            self.counts.outcomes[model, "refused"] += 1
-            self.counts.failures[error.kind] += 1
-
-    def persist(self, trace: RequestTrace, written: Future[None]) -> None:
-        """Report to telemetry when the turn of a request, submitted now, is written."""
-        started = time.monotonic()
-        written.add_done_callback(lambda _: self._telemetry.persisted(trace, started))
-
-    def _end(
-        self, started: Started, begun: TurnStarted, event: Finished | Failed, reuse: Reuse
-    ) -> None:
-        reason, usage, problem = "failed", started.usage, ""
-        if isinstance(event, Finished):
-            reason, usage = event.reason.value, event.usage
-        else:
-            problem = event.error.kind
-        with self._lock:
-            _, trace = self._live.pop(begun.turn_id)
-            self._count(started.model, reason, problem, reuse)
-        self._telemetry.end(trace, RequestEnd(reason, usage, reuse, problem))
-        names = begun.tenant, begun.agent_id, begun.turn_id
-        self._feed.publish(TurnEnded(*names, reason, usage, reuse))
-
-    def _count(self, model: str, outcome: str, problem: str, more: Reuse) -> None:
-        counts = self.counts
-        counts.outcomes[model, outcome] += 1
-        if problem:
-            counts.failures[problem] += 1
-            return
-        counts.replies += 1
-        counts.hits += bool(more.reused)
-        counts.reuse += more
-
-
-def _running(turn: TurnStarted, trace: RequestTrace) -> RunningTurn:
-    progress = trace.progress or PrefillProgress(0, turn.prompt_tokens)
-    has_begun = trace.first_token is not None
-    return RunningTurn(
-        agent_id=turn.agent_id,
-        turn_id=turn.turn_id,
-        state="queued" if trace.admitted is None else "decoding" if has_begun else "prefill",
-        prompt_tokens=turn.prompt_tokens,
-        reused_tokens=progress.reused,
-        computed_tokens=progress.total if has_begun else progress.done,
-        generated_tokens=trace.num_generated,
-        max_tokens=trace.max_tokens,
-        age_s=time.monotonic() - trace.received,
-    )
-
-
-@dataclass(slots=True)
-class TurnLane:
-    """The queue of one agent's turns, where the server keeps the conversation: one runs at a time.
-
-    Attributes:
-        lock: Held by the running turn.
-        num_turns: Running and waiting turns.
-        num_cancels: Calls of `TurnLanes.cancel`, so that a turn notices one before its reply
-            exists.
-        reply: The reply of the running turn.
-    """
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    num_turns: int = 0
-    num_cancels: int = 0
-    reply: Reply | None = None
-
-
-class TurnLanes:
-    """Runs the turns of each agent in sequence. For the event loop's thread, except `cancel`."""
-
-    def __init__(self, *, max_waiting: int, timeout_s: float) -> None:
-        """Create the lanes; an agent gets one with its first turn.
-
-        Args:
-            max_waiting: Maximum number of waiting turns, of all agents together.
-            timeout_s: Longest wait of a turn for the agent's earlier turns.
-        """
-        self._max_waiting = max_waiting
-        self._timeout_s = timeout_s
-        self._lanes: dict[_Key, TurnLane] = {}
-
-    def num_turns(self, tenant: str, agent_id: str) -> int:
-        """Return the number of running and waiting turns of an agent."""
-        lane = self._lanes.get((tenant, agent_id))
-        return lane.num_turns if lane else 0
-
-    def cancel(self, tenant: str, agent_id: str) -> None:
-        """Cancel the running turn of an agent, if any. Thread-safe."""
-        lane = self._lanes.get((tenant, agent_id))
-        if lane is None:
-            return
-        lane.num_cancels += 1
-        if (reply := lane.reply) is not None:
-            reply.cancel()
-
-    @contextlib.contextmanager
-    def lane(self, tenant: str, agent_id: str) -> Iterator[TurnLane]:
-        """Enter an agent's lane, and count as one of its turns until the context ends.
-
-        Raises:
-            OverloadedError: `max_waiting` turns wait already.
-        """
-        key = (tenant, agent_id)
-        num_waiting = sum(lane.num_turns - 1 for lane in self._lanes.values())
-        if key in self._lanes and num_waiting >= self._max_waiting:
-            raise OverloadedError("too many turns are waiting; try again.", retry_after_s=2)
-        lane = self._lanes.setdefault(key, TurnLane())
-        lane.num_turns += 1
-        try:
-            yield lane
-        finally:
-            lane.num_turns -= 1
-            if not lane.num_turns:
-                del self._lanes[key]
-
-    async def wait(self, lane: TurnLane) -> None:
-        """Wait for the agent's earlier turns and acquire the lane's lock.
-
-        Raises:
-            GenerationTimeoutError: they took longer than the timeout.
-        """
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await lane.lock.acquire()
-        except TimeoutError as error:
-            raise GenerationTimeoutError("the agent's earlier turns took too long.") from error
