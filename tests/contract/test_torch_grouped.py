@@ -21,7 +21,7 @@ from semantic.adapters.outbound.backends.torch.cpu import Weights
 from semantic.adapters.outbound.backends.torch.grouped import (
     GroupedLinear,
     GroupedWeight,
-    _Bfloat16Kernel,
+    Int4Kernel,
 )
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.backends.torch.native.library import Library
@@ -107,7 +107,7 @@ def test_the_bfloat16_kernel_multiplies(num_rows: int, bits: int) -> None:
     x = torch.randn(num_rows, 128).bfloat16()
     x[:, 7] *= 50
     expected = x.float() @ weight.expanded().t()
-    found = _Bfloat16Kernel(weight).multiply(x).float()
+    found = Int4Kernel(weight).multiply(x).float()
     assert found.shape == expected.shape
     assert ((found - expected).norm() / expected.norm()).item() < 0.01
 

@@ -29,14 +29,15 @@ from semantic.adapters.outbound.backends.torch.grouped import (
     AnyLinear,
     GroupedLinear,
     GroupedWeight,
+    quantised_kernel,
 )
 from semantic.adapters.outbound.backends.torch.native.library import Library
 
 Weights = Literal["full", "int8", "int4"]
 
 _ROWS_HINT = 256  # the packed layout is optimised for this many rows; it works for any number
-_MAX_FEW_ROWS = 4  # up to this, quantised weights are faster; beyond it, packed ones
-_GROUP = 32
+_MAX_FEW_ROWS = 4  # with more rows, packed weights are faster than a quantised copy
+_BITS = {"int8": 8, "int4": 4}
 _ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj")
 _MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 _LAYER_NORMS = {"input_layernorm", "post_attention_layernorm"}
@@ -108,7 +109,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
         self.bias = None if bias is None else bias.detach()
-        self.few = _quantise(weight.detach(), weights)
+        self.few = quantised_kernel(weight.detach(), _BITS[weights]) if weights in _BITS else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply."""
@@ -179,56 +180,6 @@ class _MergedPart(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._merged.output(self._index, x)
-
-
-# -- quantised weights ----------------------------------------------------------------------------
-
-
-class _Int8Weight:
-    """Eight bits per weight, one scale per row."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        wide = weight.float()
-        scale = (wide.abs().amax(dim=1) / 127).clamp_min(1e-8)
-        self._values = (wide / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
-        self._scale = scale.to(weight.dtype)
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, self._values, self._scale)
-        return result
-
-
-class _Int4Weight:
-    """Four bits per weight, a scale and a zero point per 32 weights of a row."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        num_rows, num_columns = weight.shape
-        groups = weight.float().view(num_rows, num_columns // _GROUP, _GROUP)
-        low, high = groups.amin(dim=2), groups.amax(dim=2)
-        scale = ((high - low) / 15).clamp_min(1e-8)
-        values = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15)
-        flat = values.view(num_rows, num_columns).to(torch.int32)
-        self._values = torch.ops.aten._convert_weight_to_int4pack_for_cpu(flat, 1)
-        # The kernel reads a weight as (value - 8) * scale + zero.
-        zero = low + 8 * scale
-        pairs = torch.stack([scale, zero], dim=2).transpose(0, 1).contiguous()
-        self._scales_and_zeros = pairs.to(weight.dtype)
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x, self._values, _GROUP, self._scales_and_zeros
-        )
-        return result
-
-
-def _quantise(weight: torch.Tensor, weights: Weights) -> _Int8Weight | _Int4Weight | None:
-    num_rows, num_columns = weight.shape
-    # With other row lengths the kernels read past the end and crash.
-    if weights == "full" or num_columns % _GROUP:
-        return None
-    if weights == "int4" and num_rows % 16 == 0:
-        return _Int4Weight(weight)
-    return _Int8Weight(weight)
 
 
 # -- finding what to replace ----------------------------------------------------------------------

@@ -7,13 +7,15 @@ of two. These are multiples of the smallest one, and therefore 8-bit integers wi
 Linears multiply without expanding the whole model's weights. Where there is no kernel, or
 full weights are requested, the model is loaded as if it had never been quantised.
 
-The native library has kernels for grouped weights (see `native/`). On a CPU that computes in
-bfloat16, PyTorch has kernels for few rows. For many rows, as in prefill, the weights of one linear
-at a time are expanded.
+`LinearKernel` is what multiplies; `GroupedLinear.pack` chooses one. The native library (see
+`native/`) has kernels for grouped weights on every CPU with its instructions. x86 CPUs with
+bfloat16 instructions use PyTorch's kernels by default, for few rows; for many rows, as in prefill,
+the weights of one linear at a time are expanded.
 """
 
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -113,7 +115,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.grouped, self.bias = weight, None if bias is None else bias.detach()
         self.in_features, self.out_features = weight.num_columns, len(weight.scales)
-        self._kernel: _NativeKernel | _Bfloat16Kernel | None = None
+        self._kernel: LinearKernel | None = None
 
     @property
     def kind(self) -> tuple[int, int, bool]:
@@ -125,26 +127,31 @@ class GroupedLinear(nn.Module):
         return library.packed_size(self.out_features, self.in_features, self.grouped.bits)
 
     def pack(self, library: Library | None = None, memory: torch.Tensor | None = None) -> None:
-        """Convert the weights to a kernel's layout.
+        """Choose a kernel and convert the weights to its layout.
 
-        The original form stays only if the kernel does not support many rows.
+        1. With the native library, in float32, its kernel runs any number of rows.
+        2. Otherwise the model computes in bfloat16, and PyTorch's kernel runs few rows if the
+           matrix has a supported shape. For many rows the weights are expanded.
+        3. Otherwise the weights are expanded for each multiplication.
+
+        Only the first frees the original form.
 
         Args:
-            library: The native library, if there is one.
+            library: The native library, if the model uses it.
             memory: Of `packed_size` bytes; None allocates it.
         """
         if library is not None:
             if memory is None:
                 memory = torch.empty(self.packed_size(library), dtype=torch.uint8)
-            self._kernel = _NativeKernel(self.grouped, library, memory)
+            self._kernel = NativeKernel(self.grouped, library, memory)
             del self.grouped
         elif self.out_features % _KERNEL_ROWS == 0:
-            self._kernel = _Bfloat16Kernel(self.grouped)
+            self._kernel = Int4Kernel(self.grouped)
 
     def native_matrix(self) -> Matrix:
         """Describe the linear, which must be packed for the native library, to that library."""
-        if not isinstance(self._kernel, _NativeKernel):
-            raise TypeError("a linear that was not packed for the native library")
+        if not isinstance(self._kernel, NativeKernel):
+            raise TypeError("the linear is not packed for the native library")
         return self._kernel.with_bias(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -212,7 +219,21 @@ class _Digits:
         return _Digits(digits, torch.cat([16 * scales, scales], dim=1), rest)
 
 
-class _NativeKernel:
+class LinearKernel(ABC):
+    """Multiplies rows of activations with one quantised matrix.
+
+    Attributes:
+        max_rows: With more rows, full weights are faster.
+    """
+
+    max_rows: int
+
+    @abstractmethod
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply contiguous rows, ``[rows, columns]``."""
+
+
+class NativeKernel(LinearKernel):
     """The native library's kernel: rounds activations to 16 bits; sums within a group are exact.
 
     Scales and biases are stored as float16 multiples of a power of two, so that the 16-bit values
@@ -231,11 +252,13 @@ class _NativeKernel:
         library.pack(
             [array.data_ptr() for array in (packed, scales, biases)],
             (*size, weight.group, weight.bits),
-            *(unit, self._packed.data_ptr()),
+            unit,
+            self._packed.data_ptr(),
         )
         self._matrix = Matrix(self._packed.data_ptr(), None, weight.bits, *size, unit)
 
     def with_bias(self, bias: torch.Tensor | None) -> Matrix:
+        """Describe the matrix and the bias of its linear to the library."""
         self._bias = None if bias is None else bias.float().contiguous()
         address = None if self._bias is None else self._bias.data_ptr()
         matrix = self._matrix
@@ -244,16 +267,15 @@ class _NativeKernel:
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         product = x.new_empty(len(x), self._matrix.rows)
-        self._library.linear(
-            *(self._matrix, x.data_ptr(), len(x), product.data_ptr(), torch.get_num_threads())
-        )
+        num_threads = torch.get_num_threads()
+        self._library.linear(self._matrix, x.data_ptr(), len(x), product.data_ptr(), num_threads)
         return product
 
 
-class _Bfloat16Kernel:
-    """PyTorch's bfloat16 kernel."""
+class Int4Kernel(LinearKernel):
+    """PyTorch's bfloat16 kernel for 4-bit groups; 8-bit integers are two digits of 4 bits."""
 
-    max_rows = 64  # above this, expanded weights are faster
+    max_rows = 64
 
     def __init__(self, weight: GroupedWeight) -> None:
         parts, self._group, self._is_double = _Digits.of(weight), weight.group, weight.bits == 8
@@ -271,6 +293,32 @@ class _Bfloat16Kernel:
             doubled, self._packed, self._group, self._scales_and_zeros
         )
         return product
+
+
+class Int8Kernel(LinearKernel):
+    """PyTorch's bfloat16 kernel for 8-bit integers with one scale per row."""
+
+    max_rows = 4
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        wide = weight.float()
+        scale = (wide.abs().amax(dim=1) / 127).clamp_min(1e-8)
+        self._values = (wide / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+        self._scale = scale.to(weight.dtype)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, self._values, self._scale)
+        return product
+
+
+def quantised_kernel(weight: torch.Tensor, bits: int) -> LinearKernel | None:
+    """Quantise a bfloat16 matrix for PyTorch's kernels; None if they do not support its shape."""
+    num_rows, num_columns = weight.shape
+    if num_columns % GROUP:  # the kernels would read past the end and crash
+        return None
+    if bits == 4 and num_rows % _KERNEL_ROWS == 0:
+        return Int4Kernel(GroupedWeight.quantised(weight, bits))
+    return Int8Kernel(weight)
 
 
 def _pairs(digits: torch.Tensor) -> torch.Tensor:
