@@ -1,5 +1,6 @@
 """Tiny models for the MLX backend: those of torch, as mlx-lm expects them, and some more."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,10 @@ def write_mlx_model(directory: Path, name: str) -> TinyModel:
         _split_experts(directory / "model.safetensors")
     if name == "qwen3-next":
         _sharpen(directory / "model.safetensors")
+    if name == "qwen3-moe":  # transformers writes `num_local_experts`; published files differ
+        path = directory / "config.json"
+        config = json.loads(path.read_text("utf-8"))
+        path.write_text(json.dumps({**config, "num_experts": config["num_local_experts"]}))
     return model
 
 

@@ -47,7 +47,7 @@ SIZES: Mapping[str, Any] = {
 EXPERTS: Mapping[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 20,
+    "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
 

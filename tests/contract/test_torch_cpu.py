@@ -25,7 +25,7 @@ from tests.number_formats import needs_bfloat16
 pytestmark = [pytest.mark.contract, needs_bfloat16]
 
 
-WIDENED = {"llama", "qwen2", "qwen3", "mistral", "gpt-oss"}
+WIDENED = {"llama", "qwen2", "qwen3", "mistral", "qwen3-moe", "gpt-oss"}
 
 
 def load(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
