@@ -74,8 +74,8 @@ class TorchBackend(EagerBackend[TorchSequence]):
             InvalidRequestError: this backend cannot run it.
         """
         options = options or TorchOptions()
-        self._threads = ThreadCount(torch_loading.choose_threads(options.num_threads))
-        torch.set_num_threads(self._threads.number)
+        num_threads = torch_loading.choose_threads(options.num_threads)
+        torch.set_num_threads(num_threads)
         plan = torch_loading.make_plan(directory, options)
         self._device, self._dtype = plan.device, plan.dtype
         self._model: Any
@@ -95,6 +95,9 @@ class TorchBackend(EagerBackend[TorchSequence]):
         self._check_model()
         if decoder is not None:
             self._check_decoder(decoder)
+        # The decoder's threads share the work of those without a core; PyTorch's do not.
+        is_adapted = self._device.type == "cpu" and self._decoder is None
+        self._threads = ThreadCount(num_threads) if is_adapted else None
 
     def _pin(self, num_bytes: int) -> None:
         """Copy KV cache through pinned memory, if the machine has any."""
@@ -125,7 +128,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
 
     def launch(self, step: Step) -> Ticket:
         """Compute a step synchronously."""
-        if self._decoder is None and self._threads.adapt():
+        if self._threads is not None and self._threads.adapt():
             torch.set_num_threads(self._threads.number)
         try:
             plan = self._plan(step)

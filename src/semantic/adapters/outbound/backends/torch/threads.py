@@ -7,6 +7,9 @@ two threads as with one. `ThreadCount` therefore removes a thread when the kerne
 for a core, and adds one when a core is idle. In float32, the KV cache was bit-identical with
 one and two threads.
 
+Only models that PyTorch runs on a CPU need this. In the native library, threads take over the work
+of those that wait for a core, so a decode step there always uses all threads.
+
 The counts come from Linux's `/proc`; elsewhere the number does not change.
 """
 
