@@ -11,7 +11,7 @@ from statistics import median
 from benchmarks.starter import starter_directory
 from experiments.common import Experiment, Findings
 from semantic.adapters.config.sources import load_settings
-from semantic.application.models.registry import SwapReport
+from semantic.application.engine.model import SwapReport
 from semantic.entrypoints.bootstrap import Server, bootstrap
 from semantic.ports.inbound import ModelState
 

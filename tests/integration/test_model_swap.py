@@ -124,8 +124,7 @@ def test_every_request_of_a_batch_is_answered_and_none_by_the_wrong_model(
     swap(http, "fake")
     with ThreadPoolExecutor(16) as pool:
         asked = [pool.submit(chat, http, max_tokens=200) for _ in range(12)]
-        while not running.server.device.num_live:
-            pass
+        await_that(lambda: running.server.device.num_live)
         done = swap(http, "fake-2")
         asked += [pool.submit(chat, http, max_tokens=200) for _ in range(4)]
         answers = [said(future.result()) for future in asked]
@@ -140,10 +139,7 @@ def test_what_does_not_end_in_time_is_answered_and_kept(
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
         endless = pool.submit(chat, http, max_tokens=100_000, ignore_eos=True)
-        while not running.server.device.num_live:
-            pass
-        while not running.server.memory.cache.store.usage().num_blocks:
-            pass
+        await_that(lambda: running.server.memory.cache.store.usage().num_blocks)
         assert swap(http, "fake-2", drain_timeout_s=0)["cut_requests"] == 1
         answer = endless.result()
         assert answer.status_code == 503
@@ -228,8 +224,7 @@ def test_an_idle_model_is_unloaded_and_comes_back_with_the_next_request(tmp_path
     settings = make_settings(tmp_path, model_keep_alive_s=0.2)
     with run_server(settings) as running, running.client() as http:
         before = chat(http)
-        while states(http)["fake"] != "on_disk":
-            pass
+        await_that(lambda: states(http)["fake"] == "on_disk")
         assert running.server.device.model is None
         assert http.get("/health/ready").json()["state"] in ("unloaded", "swapping")
         again = chat(http)

@@ -158,7 +158,7 @@ def _make_device(
         emit=emit,
         hang_timeout_s=settings.hang_timeout_s,
         telemetry=telemetry,
-        put_away=memory.put_away,
+        flush=memory.put_away,
     )
 
 

@@ -19,7 +19,15 @@ from typing import TypeAlias, assert_never
 
 from semantic.application.engine.embedding import EmbeddingJob
 from semantic.application.engine.engine import BlockPoolBatchEngine
-from semantic.application.engine.model import Call, Command, Exchange, LoadedModel, Loader, Stop
+from semantic.application.engine.model import (
+    Call,
+    Command,
+    Exchange,
+    LoadedModel,
+    Loader,
+    ModelLifecycle,
+    Stop,
+)
 from semantic.application.engine.request import EventBatch, EventSink, Job
 from semantic.application.settings import EngineLimits
 from semantic.domain.errors import (
@@ -50,10 +58,7 @@ class DeviceThread:
 
     Attributes:
         limits: The limits in force; see `reconfigure`.
-        state: The model's lifecycle state.
-        detail: The current loading step, or the reason for a failure.
-        model: The loaded model; None until it is ready.
-        longest_sequence: Tokens of prompt and reply that fit in memory; 0 until a model is ready.
+        lifecycle: The state of the model on the device.
         is_draining: Set to True to refuse new requests while running requests finish.
     """
 
@@ -66,7 +71,7 @@ class DeviceThread:
         *,
         hang_timeout_s: float,
         telemetry: TelemetryPort | None = None,
-        put_away: Callable[[], None] = lambda: None,
+        flush: Callable[[], None] = lambda: None,
     ) -> None:
         """Create the threads without starting them; see `start`.
 
@@ -78,7 +83,7 @@ class DeviceThread:
                 watchdog thread.
             hang_timeout_s: A step that takes longer counts as hung.
             telemetry: Sink for counts; None disables it.
-            put_away: Flushes sealed blocks to disk and drops them from memory. Called on the device
+            flush: Flushes sealed blocks to disk and drops them from memory. Called on the device
                 thread during an exchange, after the engine has ended.
         """
         self._load = load
@@ -87,22 +92,18 @@ class DeviceThread:
         self._emit = emit
         self._hang_timeout_s = hang_timeout_s
         self._counts = (telemetry or NoTelemetry()).counts.engine
-        self._put_away = put_away
+        self._flush = flush
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._taken: deque[Command] = deque()
-        self._lock = threading.RLock()  # reentrant: a signal handler may run while it is held
+        self.lifecycle = ModelLifecycle()
+        self._lock = self.lifecycle.lock
         self._live: dict[str, Job | EmbeddingJob] = {}
         self._num_expected = 0
-        self.state = ModelState.LOADING
-        self.detail = "starting"
-        self.model: LoadedModel | None = None
-        self.longest_sequence = 0
         self._busy_since: float | None = None
         self._idle_since = time.monotonic()
         self._exchange: Exchange | None = None  # device thread only: the swap it drains for
         self._drain_until = 0.0
         self._num_cut = 0
-        self._state_before_hang = ModelState.READY
         self.is_draining = False
         self._has_ended = False
         self._is_stopping = threading.Event()
@@ -128,25 +129,25 @@ class DeviceThread:
         self._thread.start()
         self._watchdog.start()
 
-    def ready_model(self) -> LoadedModel:
-        """Return the loaded model.
+    @property
+    def state(self) -> ModelState:
+        return self.lifecycle.state
 
-        Raises:
-            ModelSwapError: the model is loading, unloaded, hung, or failed to load.
-            DrainingError: the server is shutting down.
-        """
-        with self._lock:
-            if self.model is not None and self.state is ModelState.READY:
-                return self.model
-            if self.state is ModelState.STOPPED:
-                raise DrainingError("the server is shutting down.", retry_after_s=5)
-            if self.state is ModelState.FAILED:
-                raise ModelSwapError(f"no model is served: {self.detail}")
-            if self.state is ModelState.HUNG:
-                raise ModelSwapError("the device does not answer.", retry_after_s=30)
-            if self.state is ModelState.UNLOADED:
-                raise ModelSwapError("no model is loaded.", retry_after_s=2)
-            raise ModelSwapError(f"the model is loading: {self.detail}.", retry_after_s=2)
+    @property
+    def detail(self) -> str:
+        return self.lifecycle.detail
+
+    @property
+    def model(self) -> LoadedModel | None:
+        return self.lifecycle.model
+
+    @property
+    def longest_sequence(self) -> int:
+        return self.lifecycle.longest_sequence
+
+    def ready_model(self) -> LoadedModel:
+        """Return the loaded model; see `ModelLifecycle.ready_model`."""
+        return self.lifecycle.ready_model()
 
     @contextlib.contextmanager
     def expecting(self) -> Iterator[None]:
@@ -227,14 +228,14 @@ class DeviceThread:
                 raise DrainingError("the server is shutting down.", retry_after_s=5)
             if self._has_ended:
                 raise ModelSwapError(f"{self.detail}; restart the server")
-            if self.model is not None:
-                self._set_state(ModelState.SWAPPING, f"{len(self._live)} requests are ending")
+            detail = f"waiting for {len(self._live)} requests to end" if self.model else "starting"
+            self.lifecycle.begin_exchange(exchange, detail)
             self._commands.put(exchange)
         return exchange.done
 
     def request_stop(self) -> None:
         """Refuse new requests and end running ones; returns immediately."""
-        self._set_state(ModelState.STOPPED, "stopped")
+        self.lifecycle.stop()
         self._is_stopping.set()
         self._commands.put(Stop())
 
@@ -265,7 +266,7 @@ class DeviceThread:
                 exchange = self._serve(self._open(exchange))
         except BaseException as error:  # noqa: BLE001 - `_end` fails every open request
             _log.exception("the device thread ended")
-            self._set_state(ModelState.FAILED, f"the engine failed: {error!r}")
+            self.lifecycle.fail(f"the engine failed: {error!r}")
         self._end()
 
     def _end(self) -> None:
@@ -291,12 +292,12 @@ class DeviceThread:
         """Load a model; returns None if the exchange names none or loading failed."""
         self._exchange = exchange
         if exchange.load is None:
-            self._set_state(ModelState.UNLOADED, "unloaded")
+            self.lifecycle.set_unloaded(exchange)
             exchange.done.set_result(self._num_cut)
             return None
-        self._set_state(ModelState.LOADING, "starting")
+        self.lifecycle.note_loading("starting")
         try:
-            model = exchange.load(lambda step: self._set_state(ModelState.LOADING, step))
+            model = exchange.load(self.lifecycle.note_loading)
             try:
                 engine = self._make_engine(model, self.limits, self._hand_out, self._wake)
             except BaseException:
@@ -306,14 +307,12 @@ class DeviceThread:
             if not isinstance(error, SemanticError):
                 _log.exception("the model could not be loaded")
                 error = ModelSwapError(repr(error))
-            self._set_state(ModelState.FAILED, error.message)
+            self.lifecycle.fail(error.message)
             exchange.done.set_exception(error)
             return None
         self._load = exchange.load
-        with self._lock:
-            self.model, self.longest_sequence = model, engine.longest_sequence
-            self._idle_since = time.monotonic()
-        self._set_state(ModelState.READY, "ready")
+        self._idle_since = time.monotonic()
+        self.lifecycle.set_ready(exchange, model, engine.longest_sequence)
         exchange.done.set_result(self._num_cut)
         return engine
 
@@ -323,11 +322,10 @@ class DeviceThread:
         if engine is None or (model := self.model) is None:
             return self._await_exchange()
         backend = model.backend
-        while self._turn(engine) and not self._is_drained(engine):
+        while self._step(engine) and not self._is_drained(engine):
             pass
         self._close(engine)
-        with self._lock:
-            self.model = None
+        self.lifecycle.drop_model()
         del engine, model  # drops the last references, so that `shutdown` can free their memory
         backend.shutdown()
         return self._exchange
@@ -344,9 +342,9 @@ class DeviceThread:
         self._num_cut = engine.end_all(
             ModelSwapError("the model is swapped for another; try again.", retry_after_s=5)
         )
-        self._set_state(ModelState.SWAPPING, "flushing the KV cache to disk")
-        self._put_away()
-        self._set_state(ModelState.SWAPPING, "unloading")
+        self.lifecycle.note_swapping("flushing the KV cache to disk")
+        self._flush()
+        self.lifecycle.note_swapping("unloading")
 
     def _await_exchange(self) -> Exchange | None:
         """Wait without a model for the next exchange; returns None at shutdown."""
@@ -360,7 +358,7 @@ class DeviceThread:
                 case Stop():
                     return None
 
-    def _turn(self, engine: BlockPoolBatchEngine) -> bool:
+    def _step(self, engine: BlockPoolBatchEngine) -> bool:
         """Run queued commands and one engine step; returns False after `Stop`."""
         is_busy = True
         try:
@@ -378,7 +376,8 @@ class DeviceThread:
         finally:
             with self._lock:
                 self._busy_since = None
-        self._recover()
+        if self.lifecycle.note_answer():
+            _log.warning("the device answers again")
         if not is_busy and engine.has_work:
             self._await_command(_IDLE_POLL_S)
         return True
@@ -388,7 +387,7 @@ class DeviceThread:
         if not isinstance(error, DeviceLostError):
             return BackendError(f"the engine failed: {type(error).__name__}: {error}")
         self._exchange = self._exchange or Exchange(self._load)
-        self._set_state(ModelState.SWAPPING, error.message)
+        self.lifecycle.note_swapping(error.message)
         return ModelSwapError(f"{error.message} Loading it again; try again.", retry_after_s=10)
 
     def _take_commands(self, engine: BlockPoolBatchEngine) -> bool:
@@ -430,7 +429,7 @@ class DeviceThread:
     def _resize(self, engine: BlockPoolBatchEngine, nbytes: int) -> None:
         engine.resize(nbytes)
         with self._lock:
-            self.longest_sequence = engine.longest_sequence
+            self.lifecycle.longest_sequence = engine.longest_sequence
 
     def _await_company(self) -> None:
         """Wait up to the batch window, so that requests sent together share their first step."""
@@ -465,16 +464,6 @@ class DeviceThread:
             self._emit([(name, Failed(error)) for name in waiting])
         return waiting
 
-    def _set_state(self, state: ModelState, detail: str) -> None:
-        with self._lock:
-            if self.state is not ModelState.STOPPED:
-                self.state, self.detail = state, detail
-
-    def _recover(self) -> None:
-        if self.state is ModelState.HUNG:
-            _log.warning("the device answers again")
-            self._set_state(self._state_before_hang, "ready")
-
     # -- watchdog thread ------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -489,12 +478,9 @@ class DeviceThread:
         with self._lock:
             if self._busy_since != since:
                 return  # the device call returned in the meantime
-            if self.state is not ModelState.HUNG:
-                self._counts.hangs += 1
-                self._state_before_hang = self.state
-            self._set_state(ModelState.HUNG, problem)
-        waiting = self._fail_live(BackendError(f"{problem}."))
-        if waiting:
-            _log.error("%s; %d requests are failed", problem, len(waiting))
-        for name in waiting:
+            self._counts.hangs += self.lifecycle.note_hang(problem)
+        failed = self._fail_live(BackendError(f"{problem}."))
+        if failed:
+            _log.error("%s; failed %d requests", problem, len(failed))
+        for name in failed:
             self.cancel(name)

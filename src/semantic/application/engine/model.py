@@ -1,6 +1,8 @@
-"""A loaded model, and the commands that other threads queue for the device thread."""
+"""A loaded model, the commands that other threads queue for its thread, and its lifecycle."""
 
 import hashlib
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -9,9 +11,11 @@ from typing import TypeAlias, TypeVar
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.domain.agents import Principal
 from semantic.domain.blocks import BlockName, BlockNamespace
+from semantic.domain.errors import ConflictError, DrainingError, ModelSwapError
 from semantic.domain.reply_format import ReplyFormat
 from semantic.domain.sampling import SamplingDefaults
-from semantic.ports.backend import ModelBackendPort
+from semantic.ports.backend import ModelBackendPort, ModelEntry
+from semantic.ports.inbound import ModelState
 from semantic.ports.text import GrammarPort, TokenizerPort
 
 T = TypeVar("T")
@@ -99,3 +103,235 @@ class Stop:
 
 
 Command: TypeAlias = Call | Exchange | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class SwapReport:
+    """Result of a swap.
+
+    Attributes:
+        previous: Id of the model served before; None if none was loaded.
+        model: Id of the model served now; None after an unload.
+        seconds: Time during which requests had to wait.
+        num_cut: Number of requests that were ended early.
+    """
+
+    previous: str | None
+    model: str | None
+    seconds: float = 0.0
+    num_cut: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Swap:
+    """A requested swap; `target` is None for an unload.
+
+    Attributes:
+        drain_s: Time that running requests get to end.
+        step: Human-readable step of the fetch, while the previous model still serves.
+        served_after: The model that is served once the exchange has succeeded.
+        exchange: The exchange on the device; None while the new model is fetched.
+        done: Resolves to the report.
+    """
+
+    target: ModelEntry | None
+    drain_s: float
+    step: str = "queued"
+    served_after: ModelEntry | None = None
+    exchange: Exchange | None = None
+    done: Future[SwapReport] = field(default_factory=Future)
+
+
+_NEXT_STATES = {
+    ModelState.LOADING: {ModelState.LOADING, ModelState.READY, ModelState.SWAPPING},
+    ModelState.READY: {ModelState.SWAPPING, ModelState.HUNG},
+    ModelState.SWAPPING: {
+        ModelState.SWAPPING,
+        ModelState.LOADING,
+        ModelState.UNLOADED,
+        ModelState.HUNG,
+    },
+    ModelState.UNLOADED: {ModelState.SWAPPING},
+    ModelState.FAILED: {ModelState.SWAPPING},
+    ModelState.HUNG: {ModelState.READY, ModelState.SWAPPING},
+}
+
+
+class ModelLifecycle:
+    """The state of the served model, and the swap in progress. Thread-safe.
+
+    The device thread and the registry change the state only here. One model passes through these
+    states; from each of them it can also become FAILED, or STOPPED, which is final::
+
+        LOADING -> READY <-> HUNG
+        READY -> SWAPPING -> LOADING (the next model)
+                          -> UNLOADED -> SWAPPING (the next request)
+
+    A swap begins while the previous model is READY or UNLOADED, and the new one is fetched. The
+    exchange begins with SWAPPING and ends, with the swap, when a model is READY or UNLOADED. If the
+    new model fails to load, a second exchange of the same swap loads the previous one again.
+
+    Attributes:
+        lock: Held by callers that must read and change the state in one piece.
+        state: The state of the model on the device.
+        detail: The current loading step, or the reason for a failure.
+        model: The loaded model; None until it is ready.
+        longest_sequence: Tokens of prompt and reply that fit in memory; 0 until a model is ready.
+        served: The model that is served, or was served last; None before the registry sets it.
+        served_since: When the last swap ended.
+        swap: The swap in progress, if any.
+        on_step: Called within the lock for every step of an exchange that belongs to a swap.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # reentrant: a signal handler may run while it is held
+        self.state = ModelState.LOADING
+        self.detail = "starting"
+        self.model: LoadedModel | None = None
+        self.longest_sequence = 0
+        self.served: ModelEntry | None = None
+        self.served_since = time.monotonic()
+        self.swap: Swap | None = None
+        self.on_step: Callable[[Swap, ModelState, str], None] = lambda *_: None
+        self._before_hang = (ModelState.READY, "ready")
+
+    @property
+    def public_state(self) -> ModelState:
+        """The state that clients see: SWAPPING from the end of the old model to the end of a swap.
+
+        Not LOADING, which says that the first model loads and that requests are refused.
+        """
+        with self.lock:
+            is_served = self.swap is None or self.state is ModelState.READY
+            return self.state if is_served else ModelState.SWAPPING
+
+    def ready_model(self) -> LoadedModel:
+        """Return the loaded model.
+
+        Raises:
+            ModelSwapError: the model is loading, unloaded, hung, or failed to load.
+            DrainingError: the server is shutting down.
+        """
+        with self.lock:
+            if self.model is not None and self.state is ModelState.READY:
+                return self.model
+            if self.state is ModelState.STOPPED:
+                raise DrainingError("the server is shutting down.", retry_after_s=5)
+            if self.state is ModelState.FAILED:
+                raise ModelSwapError(f"no model is served: {self.detail}")
+            if self.state is ModelState.HUNG:
+                raise ModelSwapError("the device does not answer.", retry_after_s=30)
+            if self.state is ModelState.UNLOADED:
+                raise ModelSwapError("no model is loaded.", retry_after_s=2)
+            raise ModelSwapError(f"the model is loading: {self.detail}.", retry_after_s=2)
+
+    # -- swaps ----------------------------------------------------------------------------------
+
+    def begin_swap(self, target: ModelEntry | None, drain_s: float) -> Swap:
+        """Record a swap; the loaded model still serves.
+
+        Raises:
+            ConflictError: another swap is in progress.
+        """
+        with self.lock:
+            if self.swap is not None:
+                raise ConflictError(f"a swap is in progress: {self.progress}.", param="model")
+            self.swap = Swap(target, drain_s)
+            return self.swap
+
+    @property
+    def progress(self) -> str:
+        """Human-readable description of the swap in progress, or else of the model's state."""
+        with self.lock:
+            if (swap := self.swap) is None:
+                return self.detail
+            entry = swap.target or self.served
+            step = swap.step if swap.exchange is None else self.detail
+            return f"model {entry.id}: {step}" if entry else step
+
+    def begin_exchange(self, exchange: Exchange, detail: str) -> None:
+        """End the service of the loaded model; the exchange belongs to the swap in progress."""
+        with self.lock:
+            if self.swap is not None:
+                self.swap.exchange = exchange
+            if self.state is not ModelState.LOADING:  # else it is exchanged once it is loaded
+                self._set(ModelState.SWAPPING, detail)
+
+    def end_swap(self, swap: Swap) -> None:
+        """End a swap that failed; the state of the model stays as it is."""
+        with self.lock:
+            if self.swap is swap:
+                self.swap, self.served_since = None, time.monotonic()
+
+    # -- the device -----------------------------------------------------------------------------
+
+    def note_swapping(self, step: str) -> None:
+        """Record a step of an exchange before the next model loads."""
+        self._set(ModelState.SWAPPING, step)
+
+    def note_loading(self, step: str) -> None:
+        """Record a step of loading a model."""
+        self._set(ModelState.LOADING, step)
+
+    def set_ready(self, exchange: Exchange, model: LoadedModel, longest_sequence: int) -> None:
+        """Serve a model; ends the swap that the exchange belongs to."""
+        with self.lock:
+            self.model, self.longest_sequence = model, longest_sequence
+            if self.swap is not None and self.swap.exchange not in (None, exchange):
+                self._set(ModelState.SWAPPING, "the next exchange is queued")
+                return
+            self._set(ModelState.READY, "ready")
+            self._complete(exchange)
+
+    def set_unloaded(self, exchange: Exchange) -> None:
+        """Serve no model until the next swap; ends the swap that the exchange belongs to."""
+        with self.lock:
+            self._set(ModelState.UNLOADED, "unloaded")
+            self._complete(exchange)
+
+    def drop_model(self) -> None:
+        """Forget the loaded model, which the device is about to unload."""
+        with self.lock:
+            self.model = None
+
+    def fail(self, reason: str) -> None:
+        """Record that loading failed or that the device thread ended with an error."""
+        self._set(ModelState.FAILED, reason)
+
+    def stop(self) -> None:
+        """Record that the server shuts down; the state does not change any more."""
+        self._set(ModelState.STOPPED, "stopped")
+
+    def note_hang(self, problem: str) -> bool:
+        """Record that the device does not answer; returns False if that is known already."""
+        with self.lock:
+            if self.state is ModelState.HUNG:
+                return False
+            self._before_hang = (self.state, self.detail)
+            self._set(ModelState.HUNG, problem)
+            return True
+
+    def note_answer(self) -> bool:
+        """Record that the device answers; returns whether it was hung."""
+        with self.lock:
+            if self.state is not ModelState.HUNG:
+                return False
+            self._set(*self._before_hang)
+            return True
+
+    def _complete(self, exchange: Exchange) -> None:
+        if self.swap is not None and self.swap.exchange is exchange:
+            self.served = self.swap.served_after
+            self.swap, self.served_since = None, time.monotonic()
+
+    def _set(self, state: ModelState, detail: str) -> None:
+        with self.lock:
+            if self.state is ModelState.STOPPED or (self.state, self.detail) == (state, detail):
+                return
+            is_end = state in (ModelState.FAILED, ModelState.STOPPED)
+            if not is_end and state not in _NEXT_STATES[self.state]:
+                raise AssertionError(f"a model that is {self.state.value} became {state.value}")
+            self.state, self.detail = state, detail
+            is_step = state in (ModelState.SWAPPING, ModelState.LOADING)
+            if is_step and self.swap is not None and self.swap.exchange is not None:
+                self.on_step(self.swap, state, detail)

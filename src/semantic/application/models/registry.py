@@ -17,13 +17,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 from semantic.application.agents.feed import EventFeed, ModelChanged
 from semantic.application.engine.device_thread import DeviceThread
-from semantic.application.engine.model import LoadedModel
+from semantic.application.engine.model import LoadedModel, Swap, SwapReport
 from semantic.application.settings import SwapPolicy
 from semantic.domain.errors import (
     ConflictError,
@@ -37,41 +36,9 @@ from semantic.ports.backend import ModelEntry, ModelSourcePort, OnProgress
 from semantic.ports.inbound import ModelState, ModelStatus
 
 _log = logging.getLogger(__name__)
-_POLL_S = 0.05
 _TICK_S = 0.5  # interval of the check for an idle model
 
 LoadModel: TypeAlias = Callable[[ModelEntry, OnProgress], LoadedModel]
-
-
-@dataclass(frozen=True, slots=True)
-class SwapReport:
-    """Result of a swap.
-
-    Attributes:
-        previous: Id of the model served before; None if none was loaded.
-        model: Id of the model served now; None after an unload.
-        seconds: Time during which requests had to wait.
-        num_cut: Number of requests that were ended early.
-    """
-
-    previous: str | None
-    model: str | None
-    seconds: float = 0.0
-    num_cut: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A requested swap; `target` is None for an unload.
-
-    Until `is_exchanging` is set, the new model is fetched and checked while the old one serves.
-    """
-
-    target: ModelEntry | None
-    drain_s: float
-    is_exchanging: bool = False
-    told: tuple[str, str] = ("", "")
-    done: Future[SwapReport] = field(default_factory=Future)
 
 
 class ModelRegistry:
@@ -101,18 +68,17 @@ class ModelRegistry:
         """
         self.policy = SwapPolicy()
         self._device = device
+        self._lifecycle = device.lifecycle
+        self._lifecycle.served, self._lifecycle.on_step = first, self._publish_step
+        self._first = first
         self._source = source
         self._load = load
         self._backend_name = backend_name
         self._names = names or ModelNames()
         self._feed = feed
-        self._lock = threading.RLock()
-        self._current = first
         self._on_disk: tuple[ModelEntry, ...] = ()  # what `refresh` found last
-        self._since = time.monotonic()
         self._created_at = time.time()
-        self._job: _Job | None = None
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._swaps: queue.SimpleQueue[Swap | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="semantic-models", daemon=True)
 
     def start(self) -> None:
@@ -121,29 +87,26 @@ class ModelRegistry:
 
     def request_stop(self) -> None:
         """Ask the thread to end; a swap in progress fails when the device stops."""
-        self._jobs.put(None)
+        self._swaps.put(None)
 
     # -- models ---------------------------------------------------------------------------------
 
     def current(self) -> ModelStatus:
         """Return the model that is served, is being loaded, or was served last."""
-        with self._lock:
-            job, entry, state = self._job, self._current, self._device.state
-            if job is None or self._is_serving():
-                return self._status(entry, state, self._device.detail)
-            model, target = self._device.model, job.target
-            if target is not None and (model is None or model.id == target.id):
+        lifecycle = self._lifecycle
+        with lifecycle.lock:
+            entry, model, state = self._current, lifecycle.model, lifecycle.public_state
+            target = lifecycle.swap.target if lifecycle.swap else None
+            if state is ModelState.SWAPPING and target is not None and model is None:
                 entry = target
-            # Not LOADING: requests and the next swap wait, unlike while the first model loads.
-            return self._status(entry, ModelState.SWAPPING, self._device.detail)
+            return self._status(entry, state, lifecycle.detail)
 
     def models(self) -> tuple[ModelStatus, ...]:
         """Return the current model, the one being loaded, and those on disk. Reads the disk."""
         current = self.current()
         self.refresh()
         found = {entry.id: entry for entry in self._on_disk}
-        with self._lock:
-            target = self._job.target if self._job else None
+        target = self._target
         if target is not None:
             found.setdefault(target.id, target)
         if known := found.pop(current.id, None):
@@ -152,7 +115,7 @@ class ModelRegistry:
         statuses = [current]
         statuses += [self._status(entry, ModelState.ON_DISK, "") for entry in found.values()]
         return tuple(
-            replace(status, state=ModelState.LOADING, detail=self._progress())
+            replace(status, state=ModelState.LOADING, detail=self._lifecycle.progress)
             if target and status.id == target.id
             else status
             for status in statuses
@@ -174,7 +137,7 @@ class ModelRegistry:
         return next(status for status in self.models() if status.id == wanted)
 
     def _status(self, entry: ModelEntry, state: ModelState, detail: str) -> ModelStatus:
-        model = self._device.model
+        model = self._lifecycle.model
         if model is None or model.id != entry.id:
             model = None
         return ModelStatus(
@@ -198,9 +161,7 @@ class ModelRegistry:
 
     def is_known(self, name: str) -> bool:
         """Whether `admit` can resolve a name without another `refresh`."""
-        with self._lock:
-            target = self._job.target if self._job else None
-            entries = [entry for entry in (self._current, target, *self._on_disk) if entry]
+        entries = [entry for entry in (self._current, self._target, *self._on_disk) if entry]
         source = self._names.source(name)
         if not name or any(source in (entry.id, entry.source) for entry in entries):
             return True
@@ -216,21 +177,24 @@ class ModelRegistry:
             ModelSwapError: no model is served: the first one is loading, or the device failed.
             DrainingError: the server is shutting down.
         """
-        with self._lock:
-            job, state = self._job, self._device.state
-            if job is None and state not in (ModelState.READY, ModelState.UNLOADED):
-                return self._device.ready_model()  # raises the reason
+        lifecycle = self._lifecycle
+        with lifecycle.lock:
+            swap, state = lifecycle.swap, lifecycle.state
+            if swap is None and state not in (ModelState.READY, ModelState.UNLOADED):
+                return lifecycle.ready_model()  # raises the reason
             wanted = self._wanted(name)
-            if self._is_serving() and wanted.id == self._current.id:
-                return self._device.ready_model()
-            if job is not None:
-                return self._progress()
+            if state is ModelState.READY and wanted.id == self._current.id:
+                return lifecycle.ready_model()
+            if swap is not None:
+                return lifecycle.progress
             if state is ModelState.READY:
-                stays_s = self.policy.min_residence_s - (time.monotonic() - self._since)
-                if stays_s > 0:
-                    return f"{self._current.id} stays for {stays_s:.0f} s before {wanted.id} comes"
+                served_s = time.monotonic() - lifecycle.served_since
+                reserved_s = self.policy.min_residence_s - served_s
+                if reserved_s > 0:
+                    current = self._current.id
+                    return f"{current} is reserved for {reserved_s:.0f} s; {wanted.id} is queued"
             self._begin(wanted)
-            return self._progress()
+            return lifecycle.progress
 
     def model_for(self, name: str) -> LoadedModel:
         """Return the model for a request that cannot wait.
@@ -244,15 +208,20 @@ class ModelRegistry:
             raise ModelSwapError(f"{admitted}.", retry_after_s=2)
         return admitted
 
-    def _is_serving(self) -> bool:
-        is_leaving = self._job is not None and self._job.is_exchanging
-        return self._device.state is ModelState.READY and not is_leaving
+    @property
+    def _current(self) -> ModelEntry:
+        return self._lifecycle.served or self._first
+
+    @property
+    def _target(self) -> ModelEntry | None:
+        swap = self._lifecycle.swap
+        return swap.target if swap else None
 
     def _wanted(self, name: str) -> ModelEntry:
         current = self._current
         if not name or self._names.source(name) in (current.id, current.source):
             return current
-        target = self._job.target if self._job else None
+        target = self._target
         if target is not None and self._names.source(name) in (target.id, target.source):
             return target
         if self._names.is_any(name) and not self.policy.swap_on_request:
@@ -295,12 +264,12 @@ class ModelRegistry:
             DrainingError: the server is shutting down.
         """
         entry = self._fetchable(name)
-        with self._lock:
-            job = self._job
-            if job is not None and job.target is not None and job.target.id == entry.id:
-                return job.done
+        with self._lifecycle.lock:
+            swap = self._lifecycle.swap
+            if swap is not None and swap.target is not None and swap.target.id == entry.id:
+                return swap.done
             self._require_settled()
-            if self._device.state is ModelState.READY and entry.id == self._current.id:
+            if self._lifecycle.state is ModelState.READY and entry.id == self._current.id:
                 return _done(SwapReport(entry.id, entry.id))
             return self._begin(entry, drain_s).done
 
@@ -312,8 +281,8 @@ class ModelRegistry:
             ModelNotFoundError, ModelSwapError, DrainingError: as for `swap`.
         """
         wanted = self._fetchable(name)
-        with self._lock:
-            loaded = self._device.model
+        with self._lifecycle.lock:
+            loaded = self._lifecycle.model
             if loaded is not None and wanted.id != loaded.id:
                 raise ConflictError(
                     f"{loaded.id!r} is loaded, and there is one model at a time; "
@@ -329,9 +298,9 @@ class ModelRegistry:
             ConflictError: a swap is in progress.
             ModelSwapError, DrainingError: as for `swap`.
         """
-        with self._lock:
+        with self._lifecycle.lock:
             self._require_settled()
-            if self._device.state is ModelState.UNLOADED:
+            if self._lifecycle.state is ModelState.UNLOADED:
                 return _done(SwapReport(None, None))
             return self._begin(None, drain_s).done
 
@@ -345,92 +314,84 @@ class ModelRegistry:
             return self._source.find(self._names.source(name))
 
     def _require_settled(self) -> None:
-        if self._job is not None:
-            raise ConflictError(f"a swap is in progress: {self._progress()}.", param="model")
-        if self._device.state in (ModelState.LOADING, ModelState.HUNG, ModelState.STOPPED):
-            self._device.ready_model()
+        lifecycle = self._lifecycle
+        if lifecycle.swap is not None:
+            raise ConflictError(f"a swap is in progress: {lifecycle.progress}.", param="model")
+        if lifecycle.state in (ModelState.LOADING, ModelState.HUNG, ModelState.STOPPED):
+            lifecycle.ready_model()
 
-    def _begin(self, target: ModelEntry | None, drain_s: float | None = None) -> _Job:
-        job = _Job(target, self.policy.drain_timeout_s if drain_s is None else drain_s)
-        self._job = job
-        self._jobs.put(job)
-        return job
-
-    def _progress(self) -> str:
-        with self._lock:
-            job = self._job
-            if job is None:
-                return self._device.detail
-            name = job.target.id if job.target else self._current.id
-            state, detail = job.told
-            return f"model {name}: {detail or state or 'queued'}"
+    def _begin(self, target: ModelEntry | None, drain_s: float | None = None) -> Swap:
+        swap = self._lifecycle.begin_swap(
+            target, self.policy.drain_timeout_s if drain_s is None else drain_s
+        )
+        self._swaps.put(swap)
+        return swap
 
     # -- swap thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=_TICK_S)
+                swap = self._swaps.get(timeout=_TICK_S)
             except queue.Empty:
                 self._unload_if_idle()
                 continue
-            if job is None:
+            if swap is None:
                 return
-            self._perform(job)
+            self._perform(swap)
 
     def _unload_if_idle(self) -> None:
-        limit_s = self.policy.model_keep_alive_s
-        with self._lock:
-            is_ready = self._job is None and self._device.state is ModelState.READY
+        limit_s, lifecycle = self.policy.model_keep_alive_s, self._lifecycle
+        with lifecycle.lock:
+            is_ready = lifecycle.swap is None and lifecycle.state is ModelState.READY
             if limit_s and is_ready and self._device.idle_s > limit_s:
                 self._begin(None)
 
-    def _perform(self, job: _Job) -> None:
+    def _perform(self, swap: Swap) -> None:
         try:
-            report = self._exchange(job)
-        except Exception as error:  # noqa: BLE001 - goes to the job's future; the thread continues
+            report = self._exchange(swap)
+        except Exception as error:  # noqa: BLE001 - goes to the swap's future; the thread continues
             if not isinstance(error, SemanticError):
                 _log.exception("a swap failed")
                 error = ModelSwapError(f"the swap failed: {error!r}")
-            self._tell(job, "failed", error.message)
-            _log.warning("a model was not swapped: %s", error.message)
-            self._settle(job, self._current)
-            job.done.set_exception(error)
+            self._publish(swap, "failed", error.message)
+            _log.warning("model not swapped: %s", error.message)
+            self._lifecycle.end_swap(swap)
+            swap.done.set_exception(error)
             return
         _log.info("model swapped: %s for %s", report.model, report.previous)
-        job.done.set_result(report)
+        swap.done.set_result(report)
 
-    def _exchange(self, job: _Job) -> SwapReport:
-        previous = self._current if self._device.model is not None else None
-        target = job.target
+    def _exchange(self, swap: Swap) -> SwapReport:
+        previous = self._current if self._lifecycle.model is not None else None
+        target = swap.target
         if target is not None:
-            self._tell(job, "fetching", "looking for its files")
-            target = self._source.fetch(target, lambda step: self._tell(job, "fetching", step))
+            self._note_fetching(swap, "looking for its files")
+            target = self._source.fetch(target, functools.partial(self._note_fetching, swap))
             _require_fitting(target)
         started = time.monotonic()
         load = functools.partial(self._load, target) if target else None
-        with self._lock:
-            job.is_exchanging = True
+        swap.served_after = target or self._current
         try:
-            num_cut = self._follow(job, self._device.exchange(load, drain_s=job.drain_s))
+            num_cut = self._device.exchange(load, drain_s=swap.drain_s).result()
         except SemanticError as error:
-            raise self._bring_back(job, previous, error) from error
+            raise self._bring_back(swap, previous, error) from error
         seconds = time.monotonic() - started
-        self._settle(job, target or self._current)
-        self._tell(job, "ready" if target else "unloaded", "")
+        self._publish(swap, "ready" if target else "unloaded", "")
         return SwapReport(
             previous.id if previous else None, target.id if target else None, seconds, num_cut
         )
 
     def _bring_back(
-        self, job: _Job, previous: ModelEntry | None, error: SemanticError
+        self, swap: Swap, previous: ModelEntry | None, error: SemanticError
     ) -> SemanticError:
         """Load the previous model again; returns the error to report for the failed swap."""
-        name = job.target.id if job.target else "the model"
+        name = swap.target.id if swap.target else "the model"
         message = f"{name} could not be loaded: {error.message.rstrip('.')}"
         load = functools.partial(self._load, previous) if previous else None
+        swap.served_after = self._current
         try:
-            self._follow(job, self._device.exchange(load, drain_s=0))
+            self._device.exchange(load, drain_s=0).result()
         except SemanticError as second:
             return ModelSwapError(f"{message}; nor could the one before it: {second.message}")
         message += f"; {previous.id} is served again." if previous else "."
@@ -438,29 +399,18 @@ class ModelRegistry:
             return InvalidRequestError(message, param="model")
         return ModelSwapError(message)
 
-    def _follow(self, job: _Job, done: Future[int]) -> int:
-        """Wait for the device, publishing its progress."""
-        while True:
-            try:
-                return done.result(_POLL_S)
-            except FutureTimeoutError:
-                state, detail = self._device.state, self._device.detail
-                if state in (ModelState.SWAPPING, ModelState.LOADING):
-                    self._tell(job, state.value, detail)
+    def _note_fetching(self, swap: Swap, step: str) -> None:
+        if swap.step != step:
+            swap.step = step
+            self._publish(swap, "fetching", step)
 
-    def _settle(self, job: _Job, current: ModelEntry) -> None:
-        with self._lock:
-            if self._job is job:
-                self._job = None
-                self._current, self._since = current, time.monotonic()
+    def _publish_step(self, swap: Swap, state: ModelState, step: str) -> None:
+        self._publish(swap, state.value, step)
 
-    def _tell(self, job: _Job, state: str, detail: str) -> None:
-        if job.told == (state, detail):
-            return
-        job.told = (state, detail)
+    def _publish(self, swap: Swap, state: str, detail: str) -> None:
         if self._feed is not None:
-            name = job.target.id if job.target else self._current.id
-            self._feed.publish(ModelChanged(name, state, detail))
+            entry = swap.target or self._current
+            self._feed.publish(ModelChanged(entry.id, state, detail))
 
 
 def _require_fitting(entry: ModelEntry) -> None:

@@ -2,13 +2,12 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 
 import pytest
 
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeModels, FakeTokenizer
 from semantic.application.engine.device_thread import DeviceThread
-from semantic.application.engine.model import LoadedModel, Loader
+from semantic.application.engine.model import LoadedModel
 from semantic.application.models.gate import ModelGate
 from semantic.application.models.registry import ModelRegistry
 from semantic.application.settings import SwapPolicy
@@ -17,7 +16,6 @@ from semantic.domain.events import Event, Failed, ModelProgress
 from semantic.ports.backend import ModelEntry, OnProgress
 from semantic.ports.inbound import ModelState, Reply
 from tests.unit.application.device_rig import ready_device
-from tests.waiting import await_that
 
 pytestmark = pytest.mark.unit
 
@@ -86,30 +84,27 @@ def test_a_model_serves_until_the_next_one_is_fetched(
     assert isinstance(models.admit("fake-2"), LoadedModel)
 
 
-def test_a_model_that_is_ready_may_be_unloaded(
-    models: ModelRegistry,
-    source: SlowModels,
-    device: DeviceThread,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_swap_ends_when_its_model_is_ready(
+    models: ModelRegistry, source: SlowModels, device: DeviceThread
 ) -> None:
-    """The device has the other model a moment before it is known that the swap is over."""
-    source.is_there.set()
-    known, exchange = Future[int](), device.exchange
+    swap = device.lifecycle.begin_swap(source.find("fake-2"), drain_s=0)
+    assert (models.current().id, models.current().state) == ("fake", ModelState.READY)
+    swap.served_after = source.find("fake-2")
+    is_loading, may_load = threading.Event(), threading.Event()
 
-    def exchange_unseen(load: Loader | None, *, drain_s: float) -> Future[int]:
-        exchange(load, drain_s=drain_s)
-        return known
+    def load(on_progress: OnProgress) -> LoadedModel:
+        is_loading.set()
+        assert may_load.wait(60)
+        return loaded(source.find("fake-2"), on_progress)
 
-    monkeypatch.setattr(device, "exchange", exchange_unseen)
-    swapped = models.swap("fake-2")
-    await_that(lambda: device.model is not None and device.model.id == "fake-2")
-    await_that(lambda: device.state is ModelState.READY)
+    exchanged = device.exchange(load, drain_s=0)
+    assert is_loading.wait(60)
     assert (models.current().id, models.current().state) == ("fake-2", ModelState.SWAPPING)
+    assert device.state is ModelState.LOADING
     with pytest.raises(ConflictError, match="in progress"):
         models.unload()
-    monkeypatch.undo()
-    known.set_result(0)
-    swapped.result(60)
+    may_load.set()
+    assert exchanged.result(60) == 0
     assert (models.current().id, models.current().state) == ("fake-2", ModelState.READY)
     assert models.unload().result(60).previous == "fake-2"
 

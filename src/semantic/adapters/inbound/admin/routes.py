@@ -10,7 +10,8 @@ from pydantic import AliasPath, BaseModel, ConfigDict, Field, create_model
 from semantic.adapters.inbound.http.errors import refusals
 from semantic.adapters.validation import pydantic_fields
 from semantic.application.engine.device_thread import DeviceThread
-from semantic.application.models.registry import ModelRegistry, SwapReport
+from semantic.application.engine.model import SwapReport
+from semantic.application.models.registry import ModelRegistry
 from semantic.application.models.runtime import Runtime
 from semantic.application.settings import changeable_settings
 
