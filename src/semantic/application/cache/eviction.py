@@ -71,8 +71,6 @@ def evict_files(
         root: Evict nodes of this root only; None means all roots.
         slack: Further bytes to free if possible.
     """
-    if nbytes <= 0:
-        return []
     spared = {node.name for node in index.chain(incoming.parent)}
     nodes = disk_victims(index, nbytes + slack, spared=spared, root=root)
     if sum(node.disk_bytes for node in nodes) < nbytes:

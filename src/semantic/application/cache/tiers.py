@@ -400,17 +400,19 @@ class BlockTiers:
         assert self.disk is not None  # noqa: S101 - only the disk tier calls this
         quota = self.disk.limits.tenant_bytes(part.root)
         with self.lock:
-            own: list[BlockPart] = []
-            if quota is not None:
-                over_quota = self.index.disk_bytes(part.root) + nbytes - quota
-                own = evict_files(self.index, over_quota, part, root=part.root)
-                self.counts.evictions["disk", EvictionReason.QUOTA.value] += len(own)
-                if self.index.disk_bytes(part.root) + nbytes > quota:
+            victims: list[BlockPart] = []
+            over_quota = 0 if quota is None else self.index.disk_bytes(part.root) + nbytes - quota
+            if over_quota > 0:
+                victims = evict_files(self.index, over_quota, part, root=part.root)
+                self.counts.evictions["disk", EvictionReason.QUOTA.value] += len(victims)
+                if not victims:
                     raise CachePersistenceError("the tenant's share of the disk is full.")
-            excess -= sum(victim.nbytes for victim in own)
-            others = evict_files(self.index, excess, part, slack=slack)
-            self.counts.evictions["disk", EvictionReason.BUDGET.value] += len(others)
-            return own + others
+            excess -= sum(victim.nbytes for victim in victims)
+            if excess > 0:
+                others = evict_files(self.index, excess, part, slack=slack)
+                self.counts.evictions["disk", EvictionReason.BUDGET.value] += len(others)
+                victims += others
+            return victims
 
     # -- tails ----------------------------------------------------------------------------------
 
