@@ -91,6 +91,8 @@ def write_mlx_model(directory: Path, name: str) -> TinyModel:
     model = write_model(directory, mlx_config(name))
     if name == "gpt-oss":
         _split_experts(directory / "model.safetensors")
+    if name == "qwen3-moe":
+        _name_experts(directory / "config.json")
     if name == "qwen3-next":
         _sharpen(directory / "model.safetensors")
     if name == "qwen3-moe":  # transformers writes `num_local_experts`; published files differ
@@ -98,6 +100,12 @@ def write_mlx_model(directory: Path, name: str) -> TinyModel:
         config = json.loads(path.read_text("utf-8"))
         path.write_text(json.dumps({**config, "num_experts": config["num_local_experts"]}))
     return model
+
+
+def _name_experts(file: Path) -> None:
+    """Published Qwen3 models have `num_experts`; transformers writes another name."""
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({"num_experts": config["num_local_experts"], **config}))
 
 
 def _sharpen(file: Path) -> None:

@@ -18,7 +18,7 @@ from semantic.adapters.outbound.backends.torch.native import variants
 from semantic.adapters.outbound.backends.torch.native.variants import SCALAR, VARIANTS, NativeBuild
 from semantic.domain.errors import InvalidRequestError
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.slow]
 
 Lines = dict[str, str]
 RunProgram = Callable[[Sequence[str], Sequence[str], Sequence[str]], Lines]
