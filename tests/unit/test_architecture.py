@@ -11,7 +11,7 @@ Inside a layer, chapters import each other in one direction: `CHAPTERS` says whi
 
 import ast
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path, PurePosixPath
 
@@ -261,6 +261,21 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
+def shared_class_names(sources: Mapping[str, str]) -> list[str]:
+    """Names of public classes that several files define, with these files."""
+    files: dict[str, list[str]] = {}
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files.setdefault(node.name, []).append(path)
+    return [f"{name}: {', '.join(paths)}" for name, paths in files.items() if len(paths) > 1]
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    """A name means one class in the whole tree; classes of one file begin with an underscore."""
+    assert shared_class_names({path: (SRC / path).read_text("utf-8") for path in FILES}) == []
+
+
 def parsed(path: str | PurePosixPath) -> ast.Module:
     return ast.parse((SRC / path).read_text(encoding="utf-8"))
 
@@ -465,6 +480,11 @@ def test_a_port_method_without_a_docstring_is_found() -> None:
     assert docstring_faults("class A:\n    def f(self): ...", PORTS) == [
         f"{PORTS}:2 A.f has no docstring"
     ]
+
+
+def test_a_shared_class_name_is_found() -> None:
+    sources = {"a.py": "class Job: ...\nclass _Own: ...", "b.py": "class Job: ...\nclass _Own: ..."}
+    assert shared_class_names(sources) == ["Job: a.py, b.py"]
 
 
 def test_nested_functions_are_measured_too() -> None:

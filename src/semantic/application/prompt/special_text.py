@@ -32,7 +32,7 @@ _ENTRY_BYTES = 300  # memory overhead of a cached run, without its text and toke
 _ByCharacter: TypeAlias = dict[str, tuple[str, ...]]
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """Characters ``[start, end)`` of a text: a special token, or a run of text between them."""
 
     start: int
@@ -86,20 +86,22 @@ class SpecialText:
         """Guard every string in a JSON object, keys included."""
         return {self.guard(key): self.guard_json(item) for key, item in value.items()}
 
-    def split(self, text: str) -> list[Span]:
+    def split(self, text: str) -> list[TextSpan]:
         """Split guarded text at its special tokens; the spans cover the whole text."""
-        spans: list[Span] = []
+        spans: list[TextSpan] = []
         end = 0
         for match in self._splitter.finditer(text):
             if match.start() > end:
-                spans.append(Span(end, match.start(), None))
+                spans.append(TextSpan(end, match.start(), None))
             end = match.end()
             token = self._ids.get(match[0])
             spans.append(
-                Span(match.start(), end, self._ids[match[0].strip()] if token is None else token)
+                TextSpan(
+                    match.start(), end, self._ids[match[0].strip()] if token is None else token
+                )
             )
         if end < len(text):
-            spans.append(Span(end, len(text), None))
+            spans.append(TextSpan(end, len(text), None))
         return spans
 
     @staticmethod
@@ -183,7 +185,7 @@ class TokenWalk:
         position: Index of the next character to encode; never inside a special token.
     """
 
-    def __init__(self, text: str, spans: Sequence[Span], runs: RunEncoder) -> None:
+    def __init__(self, text: str, spans: Sequence[TextSpan], runs: RunEncoder) -> None:
         self._text = text
         self._spans = spans
         self._runs = runs
@@ -209,7 +211,7 @@ class TokenWalk:
         run = self._text[self.position : end]
         return self._runs.encode(run, is_start=self.position == 0)
 
-    def find(self, tokens: Set[int], start: int, end: int) -> Span | None:
+    def find(self, tokens: Set[int], start: int, end: int) -> TextSpan | None:
         """Return the first of these special tokens that starts within ``[start, end)``."""
         for span in itertools.islice(self._spans, self._next, None):
             if span.start >= end:

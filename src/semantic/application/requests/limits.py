@@ -75,7 +75,7 @@ class RateLimits:
         self._buckets: dict[tuple[str, ...], Bucket] = {}
         self._running: Counter[str] = Counter()
 
-    def admit(self, principal: Principal) -> "Ticket":
+    def admit(self, principal: Principal) -> "Admission":
         """Count a request, before any work is done for it.
 
         Raises:
@@ -90,7 +90,7 @@ class RateLimits:
         scopes = self._scopes(principal)
         self.take_request(scopes)
         self._running[principal.tenant] += 1
-        return Ticket(self, principal, scopes)
+        return Admission(self, principal, scopes)
 
     def leave(self, tenant: str) -> None:
         """Decrement the tenant's count of concurrent replies, which `admit` incremented."""
@@ -177,7 +177,7 @@ class RateLimits:
             del self._buckets[key]
 
 
-class Ticket:
+class Admission:
     """Accounts for one admitted request until it ends."""
 
     def __init__(self, limits: RateLimits, principal: Principal, scopes: list[_Scope]) -> None:

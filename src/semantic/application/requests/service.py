@@ -123,7 +123,7 @@ class InferenceService:
         """Render, tokenise, check and queue a request whose model is already loaded."""
         received = time.monotonic()
         model = self.gate.model_for(request.model)
-        ticket = self.limits.admit(principal)
+        admission = self.limits.admit(principal)
         claim = self._busy.claim(principal.tenant)
         try:
             # In a thread: tokenising a long prompt would stall other streams.
@@ -134,12 +134,12 @@ class InferenceService:
                 if self.learn is not None:
                     await self._threads.run(self.learn, prepared.job.root, prepared.job.tokens)
             prepared.job.trace.received = received
-            ticket.charge(prepared.identity.agent_id, len(prepared.job.tokens))
+            admission.charge(prepared.identity.agent_id, len(prepared.job.tokens))
             reply = self._submit(prepared, claim)
-            reply.on_end(ticket.end)
+            reply.on_end(admission.end)
         except BaseException:
             claim.release()
-            ticket.refund()
+            admission.refund()
             raise
         else:
             return reply
@@ -179,28 +179,28 @@ class InferenceService:
     async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:
         """Count the prompt tokens of a request without running it."""
         model = await self.gate.model(request.model)
-        ticket = self.limits.admit(principal)
+        admission = self.limits.admit(principal)
         try:
             count = self._preparation.count_tokens
             return await self._threads.run(count, request, principal, model)
         finally:
-            ticket.release()
+            admission.release()
 
     async def embed(self, request: EmbeddingRequest, principal: Principal) -> Embeddings:
         """Compute one embedding per text."""
         model = await self.gate.model(request.model)
-        ticket = self.limits.admit(principal)
+        admission = self.limits.admit(principal)
         try:
             longest = self._device.longest_sequence
             texts = await self._threads.run(text_tokens, request, model, longest)
             num_tokens = sum(map(len, texts))
-            ticket.charge(None, num_tokens)
+            admission.charge(None, num_tokens)
             sums = [await self._sum(EmbeddingJob(tokens), model) for tokens in texts]
         except SemanticError as error:
-            ticket.end(Failed(error), Reuse())
+            admission.end(Failed(error), Reuse())
             raise
         finally:
-            ticket.release()
+            admission.release()
         vectors = tuple(unit_vector(each, request.dimensions) for each in sums)
         return Embeddings(model.id, vectors, num_tokens)
 

@@ -185,7 +185,7 @@ class Targets(Protocol):
         """Return how many requests a replica should have at a time."""
 
 
-class Load(Protocol):
+class ReplicaLoad(Protocol):
     """The part of Ray's autoscaling context that `replicas_wanted` reads."""
 
     total_num_requests: float
@@ -193,7 +193,7 @@ class Load(Protocol):
     config: Targets
 
 
-def replicas_wanted(load: Load) -> tuple[int, dict[str, Any]]:
+def replicas_wanted(load: ReplicaLoad) -> tuple[int, dict[str, Any]]:
     """Ray's autoscaling policy: the replicas that the requests or the memory pressure require.
 
     Returns the larger number of the two, and the policy's state, which is empty.

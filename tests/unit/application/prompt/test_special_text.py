@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantic.adapters.outbound.backends.fake import END_TOKEN, START_TOKEN, FakeTokenizer
-from semantic.application.prompt.special_text import RunEncoder, Span, SpecialText, TokenWalk
+from semantic.application.prompt.special_text import RunEncoder, SpecialText, TextSpan, TokenWalk
 from semantic.ports.text import SpecialToken
 
 pytestmark = pytest.mark.unit
@@ -46,14 +46,22 @@ def test_spans_cover_the_text(text: str) -> None:
 
 
 def test_the_longer_token_wins() -> None:
-    assert SPECIAL.split("x<|ab|>y") == [Span(0, 1, None), Span(1, 7, 1), Span(7, 8, None)]
+    assert SPECIAL.split("x<|ab|>y") == [
+        TextSpan(0, 1, None),
+        TextSpan(1, 7, 1),
+        TextSpan(7, 8, None),
+    ]
 
 
 def test_white_space_can_belong_to_a_token() -> None:
     special = SpecialText([SpecialToken(7, "<u>", strips_right=True), SpecialToken(8, "<m>", True)])
     assert special.split("a <u> \nb <m> c") == [
-        Span(0, 2, None), Span(2, 7, 7), Span(7, 8, None), Span(8, 12, 8), Span(12, 14, None),
-    ]  # fmt: skip
+        TextSpan(0, 2, None),
+        TextSpan(2, 7, 7),
+        TextSpan(7, 8, None),
+        TextSpan(8, 12, 8),
+        TextSpan(12, 14, None),
+    ]
 
 
 def test_json_is_guarded_all_through() -> None:
@@ -64,7 +72,7 @@ def test_json_is_guarded_all_through() -> None:
 def test_a_tokenizer_may_have_none() -> None:
     special = SpecialText([])
     assert special.guard("<s>") == "<s>"
-    assert special.split("<s>") == [Span(0, 3, None)]
+    assert special.split("<s>") == [TextSpan(0, 3, None)]
     assert special.split("") == []
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from semantic.application.requests.limits import RateLimits, Ticket
+from semantic.application.requests.limits import Admission, RateLimits
 from semantic.domain.access import ApiKey, KeyRing, Rate, TenantPolicy
 from semantic.domain.agents import Principal, Reuse
 from semantic.domain.errors import BackendError, GenerationTimeoutError, RateLimitedError
@@ -26,10 +26,10 @@ class Rig:
     def __post_init__(self) -> None:
         self.limits = RateLimits(lambda: self.ring, lambda: self.now)
 
-    def ask(self, who: Principal, agent: str = "coder", prompt: int = 0) -> Ticket:
-        ticket = self.limits.admit(who)
-        ticket.charge(agent, prompt)
-        return ticket
+    def ask(self, who: Principal, agent: str = "coder", prompt: int = 0) -> Admission:
+        admission = self.limits.admit(who)
+        admission.charge(agent, prompt)
+        return admission
 
     def refused(self, who: Principal, agent: str = "coder") -> float:
         """Ask in vain; returns after how many seconds it is worth trying again."""
@@ -131,9 +131,9 @@ def test_a_request_that_is_refused_or_fails_gets_its_tokens_back() -> None:
     refused.refund()
     assert rig.limits.allowances(A)[0].remaining == 100
     failed.end(Failed(BackendError("lost")), Reuse(pool=100))
-    for ticket in (refused, failed):  # only once
-        ticket.refund()
-        ticket.end(Failed(BackendError("lost")), Reuse())
+    for admission in (refused, failed):  # only once
+        admission.refund()
+        admission.end(Failed(BackendError("lost")), Reuse())
     assert rig.limits.allowances(A)[0].remaining == 1000
     rig.ask(A)  # the agent's tokens came back too
     rig.ask(A, "other")

@@ -28,7 +28,7 @@ from semantic.adapters.outbound.backends.torch.native.library import (
     Library,
     Matrix,
     Mlp,
-    Model,
+    NativeModel,
 )
 from semantic.domain.spec import ModelCacheSpec
 
@@ -182,7 +182,7 @@ class Decoder:
         self._kept += layers
         attention = base.layers[0].self_attn
         dim = int(attention.head_dim)
-        self._model = Model(
+        self._model = NativeModel(
             layers=(Layer * len(layers))(*layers),
             norm=self._norm(base.norm),
             head=self._matrix(model.get_output_embeddings()),

@@ -71,7 +71,7 @@ class Layer(ctypes.Structure):
     )
 
 
-class Model(ctypes.Structure):
+class NativeModel(ctypes.Structure):
     """`Model` of `step.h`."""
 
     _fields_ = (
@@ -102,7 +102,7 @@ class Row(ctypes.Structure):
 
 def _abi() -> int:
     """Return the value of `semantic_abi` for the structures of this module."""
-    sizes = (ctypes.sizeof(kind) for kind in (Matrix, Layer, Model, Row))
+    sizes = (ctypes.sizeof(kind) for kind in (Matrix, Layer, NativeModel, Row))
     return sum(size << 16 * index for index, size in enumerate(sizes))
 
 
@@ -142,7 +142,7 @@ class Library:
         self._packed_size.argtypes = (integer, integer, integer)
         self._packed_size.restype = ctypes.c_size_t
 
-    def step(self, model: Model, rows: int, num_rows: int, *rest: int) -> None:
+    def step(self, model: NativeModel, rows: int, num_rows: int, *rest: int) -> None:
         """Run a model over rows.
 
         Raises:
