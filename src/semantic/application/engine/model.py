@@ -123,7 +123,7 @@ class SwapReport:
 
 
 @dataclass(slots=True, eq=False)
-class Swap:
+class ModelSwap:
     """A requested swap; `target` is None for an unload.
 
     Attributes:
@@ -191,8 +191,8 @@ class ModelLifecycle:
         self.longest_sequence = 0
         self.served: ModelEntry | None = None
         self.served_since = time.monotonic()
-        self.swap: Swap | None = None
-        self.on_step: Callable[[Swap, ModelState, str], None] = lambda *_: None
+        self.swap: ModelSwap | None = None
+        self.on_step: Callable[[ModelSwap, ModelState, str], None] = lambda *_: None
         self._before_hang = (ModelState.READY, "ready")
 
     @property
@@ -227,7 +227,7 @@ class ModelLifecycle:
 
     # -- swaps ----------------------------------------------------------------------------------
 
-    def begin_swap(self, target: ModelEntry | None, drain_s: float) -> Swap:
+    def begin_swap(self, target: ModelEntry | None, drain_s: float) -> ModelSwap:
         """Record a swap; the loaded model still serves.
 
         Raises:
@@ -236,7 +236,7 @@ class ModelLifecycle:
         with self.lock:
             if self.swap is not None:
                 raise ConflictError(f"a swap is in progress: {self.progress}.", param="model")
-            self.swap = Swap(target, drain_s)
+            self.swap = ModelSwap(target, drain_s)
             return self.swap
 
     @property
@@ -257,7 +257,7 @@ class ModelLifecycle:
             if self.state is not ModelState.LOADING:  # else it is exchanged once it is loaded
                 self._set(ModelState.SWAPPING, detail)
 
-    def end_swap(self, swap: Swap) -> None:
+    def end_swap(self, swap: ModelSwap) -> None:
         """End a swap that failed; the state of the model stays as it is."""
         with self.lock:
             if self.swap is swap:

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from semantic.application.agents.feed import EventFeed, ModelChanged
 from semantic.application.engine.device_thread import DeviceThread
-from semantic.application.engine.model import LoadedModel, Swap, SwapReport
+from semantic.application.engine.model import LoadedModel, ModelSwap, SwapReport
 from semantic.application.settings import SwapPolicy
 from semantic.domain.errors import (
     ConflictError,
@@ -78,7 +78,7 @@ class ModelRegistry:
         self._feed = feed
         self._on_disk: tuple[ModelEntry, ...] = ()  # what `refresh` found last
         self._created_at = time.time()
-        self._swaps: queue.SimpleQueue[Swap | None] = queue.SimpleQueue()
+        self._swaps: queue.SimpleQueue[ModelSwap | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="semantic-models", daemon=True)
 
     def start(self) -> None:
@@ -320,7 +320,7 @@ class ModelRegistry:
         if lifecycle.state in (ModelState.LOADING, ModelState.HUNG, ModelState.STOPPED):
             lifecycle.ready_model()
 
-    def _begin(self, target: ModelEntry | None, drain_s: float | None = None) -> Swap:
+    def _begin(self, target: ModelEntry | None, drain_s: float | None = None) -> ModelSwap:
         swap = self._lifecycle.begin_swap(
             target, self.policy.drain_timeout_s if drain_s is None else drain_s
         )
@@ -347,7 +347,7 @@ class ModelRegistry:
             if limit_s and is_ready and self._device.idle_s > limit_s:
                 self._begin(None)
 
-    def _perform(self, swap: Swap) -> None:
+    def _perform(self, swap: ModelSwap) -> None:
         try:
             report = self._exchange(swap)
         except Exception as error:  # noqa: BLE001 - goes to the swap's future; the thread continues
@@ -362,7 +362,7 @@ class ModelRegistry:
         _log.info("model swapped: %s for %s", report.model, report.previous)
         swap.done.set_result(report)
 
-    def _exchange(self, swap: Swap) -> SwapReport:
+    def _exchange(self, swap: ModelSwap) -> SwapReport:
         previous = self._current if self._lifecycle.model is not None else None
         target = swap.target
         if target is not None:
@@ -383,7 +383,7 @@ class ModelRegistry:
         )
 
     def _bring_back(
-        self, swap: Swap, previous: ModelEntry | None, error: SemanticError
+        self, swap: ModelSwap, previous: ModelEntry | None, error: SemanticError
     ) -> SemanticError:
         """Load the previous model again; returns the error to report for the failed swap."""
         name = swap.target.id if swap.target else "the model"
@@ -399,15 +399,15 @@ class ModelRegistry:
             return InvalidRequestError(message, param="model")
         return ModelSwapError(message)
 
-    def _note_fetching(self, swap: Swap, step: str) -> None:
+    def _note_fetching(self, swap: ModelSwap, step: str) -> None:
         if swap.step != step:
             swap.step = step
             self._publish(swap, "fetching", step)
 
-    def _publish_step(self, swap: Swap, state: ModelState, step: str) -> None:
+    def _publish_step(self, swap: ModelSwap, state: ModelState, step: str) -> None:
         self._publish(swap, state.value, step)
 
-    def _publish(self, swap: Swap, state: str, detail: str) -> None:
+    def _publish(self, swap: ModelSwap, state: str, detail: str) -> None:
         if self._feed is not None:
             entry = swap.target or self._current
             self._feed.publish(ModelChanged(entry.id, state, detail))

@@ -3,7 +3,7 @@
 import pytest
 
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeModels, FakeTokenizer
-from semantic.application.engine.model import Exchange, LoadedModel, ModelLifecycle, Swap
+from semantic.application.engine.model import Exchange, LoadedModel, ModelLifecycle, ModelSwap
 from semantic.domain.errors import ConflictError, DrainingError, ModelSwapError
 from semantic.ports.inbound import ModelState
 
@@ -23,7 +23,7 @@ def ready() -> ModelLifecycle:
     return lifecycle
 
 
-def begun(lifecycle: ModelLifecycle) -> tuple[Swap, Exchange]:
+def begun(lifecycle: ModelLifecycle) -> tuple[ModelSwap, Exchange]:
     """A swap whose exchange has begun."""
     swap, exchange = lifecycle.begin_swap(ENTRY, 0), Exchange(None)
     swap.served_after = ENTRY
