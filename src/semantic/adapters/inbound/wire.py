@@ -25,8 +25,14 @@ MAX_ENTRIES = 1024  # in any list other than messages and their parts
 _MAX_PARTS = 10_000  # in all messages together
 _T = TypeVar("_T")
 _SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "seed"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
 )
 
 Count: TypeAlias = Annotated[int, Field(ge=0)]

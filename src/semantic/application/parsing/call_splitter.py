@@ -30,7 +30,6 @@ class CallNumbers:
         self.num_calls = 0
 
     def start(self, name: str) -> ToolCallStarted:
-        """Return the event that begins the next call."""
         self.num_calls += 1
         return ToolCallStarted(self.num_calls - 1, self._new_id(), name)
 
@@ -39,7 +38,6 @@ class CallNumbers:
         return [ToolCallDelta(self.num_calls - 1, arguments)] if arguments else []
 
     def end(self) -> ToolCallEnded:
-        """Return the event that ends the current call."""
         return ToolCallEnded(self.num_calls - 1)
 
     def read(
@@ -71,7 +69,6 @@ class CallNumbers:
         return events
 
     def whole(self, name: str, arguments: str) -> list[Event]:
-        """Return the events of a complete call."""
         return [self.start(name), *self.delta(arguments), self.end()]
 
     def cut(self, name: str, arguments: JsonObject) -> list[Event]:

@@ -22,7 +22,7 @@ _CHANNEL = re.compile(re.escape(Harmony.CHANNEL) + r"\s*(\w+)")
 _MAX_HEADER = 512
 
 
-class _Body(enum.Enum):
+class _BodyKind(enum.Enum):
     TEXT = enum.auto()
     THINKING = enum.auto()
     CALL = enum.auto()  # announced once its arguments begin
@@ -39,7 +39,7 @@ class HarmonySplitter(Splitter):
         self._names = {tool.name for tool in tools}
         self._numbers = CallNumbers(new_id)
         self._sign = sign
-        self._body = _Body.TEXT
+        self._body = _BodyKind.TEXT
         self._is_header = False
         self._has_thought = False
         self._name = ""
@@ -53,7 +53,7 @@ class HarmonySplitter(Splitter):
             if before == (self._is_header, self._body, len(self._pending.text)):
                 break
         if is_final:
-            is_cut_call = self._is_cut and self._body is _Body.CALL
+            is_cut_call = self._is_cut and self._body is _BodyKind.CALL
             events += [] if is_cut_call else self._end_body()
             self._pending.drop(len(self._pending.text))  # an incomplete header
         return events
@@ -64,7 +64,7 @@ class HarmonySplitter(Splitter):
         text = self._pending.text
         end = text.find(Harmony.MESSAGE, 0, _MAX_HEADER)
         if end < 0 and len(text) >= _MAX_HEADER:
-            self._is_header, self._body = False, _Body.TEXT
+            self._is_header, self._body = False, _BodyKind.TEXT
             marker = find_first(text, _HEADERS)
             return [*self._pending.take(len(marker[1]) if marker else 1)]
         if end >= 0:
@@ -76,11 +76,11 @@ class HarmonySplitter(Splitter):
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         self._name = recipient[1] if recipient else ""
         if self._name in self._names:
-            self._body = _Body.CALL
+            self._body = _BodyKind.CALL
         elif channel and channel[1] == "analysis":
-            self._body = _Body.THINKING
+            self._body = _BodyKind.THINKING
         else:
-            self._body = _Body.TEXT
+            self._body = _BodyKind.TEXT
 
     # -- bodies ---------------------------------------------------------------------------------
 
@@ -103,15 +103,15 @@ class HarmonySplitter(Splitter):
     def _content(self, size: int, *, is_final: bool) -> list[Event]:
         """Emit the next `size` characters of a body; `is_final` if it ends there."""
         match self._body:
-            case _Body.TEXT:
+            case _BodyKind.TEXT:
                 return [*self._pending.take(size)]
-            case _Body.THINKING:
+            case _BodyKind.THINKING:
                 thought = self._pending.drop(size)
                 self._has_thought = self._has_thought or bool(thought)
                 return [ThinkingDelta(thought)] if thought else []
-            case _Body.CALL:
+            case _BodyKind.CALL:
                 return self._begin_call(size, is_final=is_final)
-            case _Body.ARGUMENTS:
+            case _BodyKind.ARGUMENTS:
                 return self._more_arguments(size, is_final=is_final)
 
     def _begin_call(self, size: int, *, is_final: bool) -> list[Event]:
@@ -120,9 +120,9 @@ class HarmonySplitter(Splitter):
             self._pending.drop(size if is_final else 0)
             return []
         if not beginning.startswith("{"):
-            self._body = _Body.TEXT
+            self._body = _BodyKind.TEXT
             return []
-        self._arguments, self._body = JsonArguments(), _Body.ARGUMENTS
+        self._arguments, self._body = JsonArguments(), _BodyKind.ARGUMENTS
         return [self._numbers.start(self._name)]
 
     def _more_arguments(self, size: int, *, is_final: bool) -> list[Event]:
@@ -133,15 +133,15 @@ class HarmonySplitter(Splitter):
             return self._numbers.read_cut(self._arguments, self._pending)
         events = self._numbers.read(self._arguments, self._pending, size, is_final=is_final)
         if self._arguments.is_broken:
-            self._body = _Body.TEXT
+            self._body = _BodyKind.TEXT
         return events
 
     def _end_body(self) -> list[Event]:
         body = self._body
-        self._body = _Body.TEXT
-        if body is _Body.CALL:
+        self._body = _BodyKind.TEXT
+        if body is _BodyKind.CALL:
             return self._numbers.whole(self._name, "{}")
-        if body is _Body.THINKING and self._has_thought:
+        if body is _BodyKind.THINKING and self._has_thought:
             self._has_thought = False
             return [ThinkingEnded(self._sign())]
         return []

@@ -125,7 +125,7 @@ def _through(splitter: Splitter, events: list[Event]) -> list[Event]:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _GrowingPart:
     """A part of the message that may still grow; `event` is its first event."""
 
     event: TextDelta | ThinkingDelta | ToolCallStarted
@@ -150,12 +150,12 @@ class MessageFold:
     """Folds events into the parts of a message, in order."""
 
     def __init__(self) -> None:
-        self._drafts: list[_Draft] = []
-        self._calls: dict[int, _Draft] = {}
+        self._parts: list[_GrowingPart] = []
+        self._calls: dict[int, _GrowingPart] = {}
 
     def add(self, event: Event) -> None:
         """Add the next event; events without content are ignored."""
-        last = self._drafts[-1] if self._drafts else None
+        last = self._parts[-1] if self._parts else None
         match event:
             case TextDelta() | ThinkingDelta():
                 if last is None or type(last.event) is not type(event):
@@ -173,12 +173,11 @@ class MessageFold:
                 pass
 
     def message(self) -> Message:
-        """Return the assistant's message so far."""
-        return Message(Role.ASSISTANT, tuple(draft.part() for draft in self._drafts))
+        return Message(Role.ASSISTANT, tuple(growing.part() for growing in self._parts))
 
-    def _begin(self, event: TextDelta | ThinkingDelta | ToolCallStarted) -> _Draft:
-        self._drafts.append(_Draft(event))
-        return self._drafts[-1]
+    def _begin(self, event: TextDelta | ThinkingDelta | ToolCallStarted) -> _GrowingPart:
+        self._parts.append(_GrowingPart(event))
+        return self._parts[-1]
 
 
 def fold_message(events: Iterable[Event]) -> Message:

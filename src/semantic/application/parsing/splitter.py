@@ -20,7 +20,6 @@ class PendingText:
         self._logprobs: deque[tuple[int, tuple[ScoredToken, ...]]] = deque()
 
     def feed(self, delta: TextDelta) -> None:
-        """Append text and its log-probabilities."""
         self.text += delta.text
         self._end += len(delta.text)
         if delta.logprobs:
@@ -41,7 +40,6 @@ class PendingText:
         return text
 
     def copy(self) -> "PendingText":
-        """Return an independent copy."""
         other = copy.copy(self)
         other._logprobs = self._logprobs.copy()
         return other

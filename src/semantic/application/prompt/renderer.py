@@ -256,7 +256,7 @@ class Renderer:
         """
         ends = self.tokenizer.eos_ids
         said = tokens[:-1] if tokens[-1] in ends else tokens
-        written = walk.find(ends, start, limit)
+        written = walk.find_special(ends, start, limit)
         before = walk.ahead(start)
         if written is not None and written.token == tokens[-1]:
             walk.replace(written.end, (*before, *tokens))

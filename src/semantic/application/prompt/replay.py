@@ -116,7 +116,6 @@ class LedgerReplayStore(ReplayStore):
         self._written: LruCache[ReplayKey, float] = LruCache(_MAX_WRITTEN)  # time of writing
 
     def remember(self, key: ReplayKey, tokens: Sequence[int]) -> None:
-        """Store a reply's tokens in memory and in the ledger."""
         super().remember(key, tokens)
         self._put(key, tokens)
 
@@ -182,7 +181,6 @@ class PromptDigest:
         self._hash = hashlib.sha256(_PROMPT_TAG + len(root).to_bytes(8, "little") + root)
 
     def update(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
         self._hash.update(pack_tokens(tokens))
 
     def followed_by(self, tokens: Sequence[int]) -> bytes:

@@ -71,7 +71,6 @@ class SpecialText:
         return text
 
     def guard_json(self, value: JsonValue) -> JsonValue:
-        """Guard every string in a JSON value."""
         match value:
             case str():
                 return self.guard(value)
@@ -95,11 +94,9 @@ class SpecialText:
                 spans.append(TextSpan(end, match.start(), None))
             end = match.end()
             token = self._ids.get(match[0])
-            spans.append(
-                TextSpan(
-                    match.start(), end, self._ids[match[0].strip()] if token is None else token
-                )
-            )
+            if token is None:
+                token = self._ids[match[0].strip()]
+            spans.append(TextSpan(match.start(), end, token))
         if end < len(text):
             spans.append(TextSpan(end, len(text), None))
         return spans
@@ -211,7 +208,7 @@ class TokenWalk:
         run = self._text[self.position : end]
         return self._runs.encode(run, is_start=self.position == 0)
 
-    def find(self, tokens: Set[int], start: int, end: int) -> TextSpan | None:
+    def find_special(self, tokens: Set[int], start: int, end: int) -> TextSpan | None:
         """Return the first of these special tokens that starts within ``[start, end)``."""
         for span in itertools.islice(self._spans, self._next, None):
             if span.start >= end:

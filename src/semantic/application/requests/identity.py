@@ -59,17 +59,16 @@ class BusyAgents:
         self.leases = leases
 
     def claim(self, tenant: str) -> "Claim":
-        """Return a claim, still empty, for a request of this tenant."""
         return Claim(tenant, self)
 
 
 class Claim:
-    """One request's hold on its agent, from identification to the end. Thread-safe."""
+    """One request's claim on its agent, from identification to the end. Thread-safe."""
 
     def __init__(self, tenant: str, busy: BusyAgents) -> None:
         self._tenant = tenant
         self._busy = busy
-        self._held: tuple[str, str] | None = None
+        self._counted: tuple[str, str] | None = None
         self._lease: Lease | None = None
         self._is_released = False
 
@@ -78,7 +77,7 @@ class Claim:
         """Epoch of the agent's lease; None if the claim has no lease."""
         return self._lease.epoch if self._lease else None
 
-    def take(self, agent_id: str, *, patience_s: float = 0.0) -> bool:
+    def acquire(self, agent_id: str, *, patience_s: float = 0.0) -> bool:
         """Claim an agent unless another request, on this server or another, has claimed it.
 
         Waits up to `patience_s` for a lease that another server holds.
@@ -89,7 +88,7 @@ class Claim:
         with self._busy.lock:
             if self._busy.counts[self._tenant, agent_id]:
                 return False
-            self._hold(agent_id)
+            self._count(agent_id)
             if self._busy.leases is None:
                 return not self._is_released
         return self._acquire_lease(self._busy.leases, agent_id, patience_s)
@@ -100,7 +99,7 @@ class Claim:
             if lease is not None and not self._is_released:
                 self._lease = lease
                 return True
-            self._let_go()
+            self._uncount()
         if lease is not None:
             leases.release(lease)
         return False
@@ -108,29 +107,29 @@ class Claim:
     def share(self, agent_id: str) -> None:
         """Claim an agent without a lease, even if other requests have claimed it."""
         with self._busy.lock:
-            self._hold(agent_id)
+            self._count(agent_id)
 
     def release(self) -> None:
-        """Release the agent and its lease; later calls of `take` and `share` claim nothing.
+        """Release the agent and its lease; later calls of `acquire` and `share` claim nothing.
 
         Preparation may still be running in its thread after its request has failed.
         """
         with self._busy.lock:
             self._is_released = True
-            self._let_go()
+            self._uncount()
             lease, self._lease = self._lease, None
         if lease is not None and self._busy.leases is not None:
             self._busy.leases.release(lease)
 
-    def _let_go(self) -> None:
-        if self._held is not None:
-            self._busy.counts -= Counter([self._held])
-            self._held = None
+    def _uncount(self) -> None:
+        if self._counted is not None:
+            self._busy.counts -= Counter([self._counted])
+            self._counted = None
 
-    def _hold(self, agent_id: str) -> None:
+    def _count(self, agent_id: str) -> None:
         if not self._is_released:
-            self._held = (self._tenant, agent_id)
-            self._busy.counts[self._held] += 1
+            self._counted = (self._tenant, agent_id)
+            self._busy.counts[self._counted] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,11 +305,11 @@ class Identities:
         turn = self._agents.turn(tenant, turn_id)
         owner = self._agents.find(tenant, turn.agent_id) if turn else None
         owners = (owner,) if owner else ()
-        if owner and owner.head == turn_id and claim.take(owner.id):
+        if owner and owner.head == turn_id and claim.acquire(owner.id):
             return Identity(owner.id, owner.is_anonymous)  # the common case needs no search
         agents = self._agents.agents(tenant)
         for agent in agents:
-            if agent.head == turn_id and claim.take(agent.id):
+            if agent.head == turn_id and claim.acquire(agent.id):
                 return Identity(agent.id, agent.is_anonymous)
         for agent in (*owners, *agents[:_MAX_SEARCHED]):
             if (fork := self._fork(agent, turn_id, claim)) is not None:
@@ -363,7 +362,7 @@ class Identities:
         )
         for agent in present:
             # If the agent has advanced since, logging the new turn rewinds it.
-            if agent.is_anonymous and claim.take(agent.id):
+            if agent.is_anonymous and claim.acquire(agent.id):
                 return Identity(agent.id, is_anonymous=True)
         latest = max(present, key=lambda agent: agent.last_used, default=None)
         return self._fork(latest, turns[latest.id], claim) if latest else None
@@ -418,7 +417,7 @@ def _claimed(agent_id: str, hint: AgentHint, claim: Claim) -> Identity | None:
     """Return the agent that a request names; None if it is busy."""
     if hint.continuation is not None:
         claim.share(agent_id)  # `StatefulChat` has queued the turn and holds the lease
-    elif not claim.take(agent_id, patience_s=_PATIENCE_S):
+    elif not claim.acquire(agent_id, patience_s=_PATIENCE_S):
         return None
     # A client key is a hint and not a name, so its agent may expire.
     return Identity(agent_id, is_anonymous=not (hint.agent_id or hint.session))

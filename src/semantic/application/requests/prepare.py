@@ -330,7 +330,6 @@ def _within(
 
 
 def _predicted(request: ChatRequest, model: LoadedModel) -> tuple[int, ...]:
-    """Tokenise the reply that the client predicts."""
     require_whole_characters(request.prediction, param="prediction")
     return tuple(model.tokenizer.encode_plain(request.prediction)) if request.prediction else ()
 

@@ -209,7 +209,6 @@ class LiveReply:
             self.cancel()
 
     def cancel(self) -> None:
-        """Stop the computation, unless the reply has ended; idempotent."""
         if not self._is_final:
             self._is_final = True
             self._on_cancel()

@@ -112,7 +112,6 @@ class InferenceService:
         return self._threads.problem
 
     async def start(self, request: ChatRequest, principal: Principal) -> Reply:
-        """Wait until the model is loaded, then render, tokenise, check and queue a request."""
         return await self.gate.reply(request.model, lambda: self.begin(request, principal))
 
     def _refused(self, error: SemanticError) -> None:
@@ -177,7 +176,6 @@ class InferenceService:
         return reply
 
     async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:
-        """Count the prompt tokens of a request without running it."""
         model = await self.gate.model(request.model)
         admission = self.limits.admit(principal)
         try:
@@ -187,7 +185,6 @@ class InferenceService:
             admission.release()
 
     async def embed(self, request: EmbeddingRequest, principal: Principal) -> Embeddings:
-        """Compute one embedding per text."""
         model = await self.gate.model(request.model)
         admission = self.limits.admit(principal)
         try:
@@ -217,7 +214,6 @@ class InferenceService:
             job.result.cancel()
 
     async def decode(self, tokens: Sequence[int]) -> str:
-        """Decode tokens to text, without special tokens."""
         token_bytes = (await self.gate.model("")).tokenizer.token_bytes
         return b"".join(map(token_bytes, tokens)).decode("utf-8", "replace")
 

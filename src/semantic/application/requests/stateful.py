@@ -49,7 +49,6 @@ class Conversation:
         return cls(system, history, Continuation(agent.head, is_edited))
 
     def followed_by(self, new: Sequence[Message]) -> tuple[Message, ...]:
-        """Return all messages of a request: system prompt, history and new messages."""
         return (*self.system, *self.history, *new)
 
     def with_room(self, num_tokens: int) -> "Conversation":

@@ -54,7 +54,6 @@ class ThinkingCounter:
             self._num_undecided = 0
 
     def copy(self) -> "ThinkingCounter":
-        """Return an independent copy at the same position in the reply."""
         other = copy.copy(self)
         other._splitter = self._splitter.copy()
         return other
@@ -92,7 +91,6 @@ class ThinkingBudget:
         self._num_forced = 0
 
     def allowed(self) -> bytes | None:
-        """Return a mask with the next token of the end marker, once the budget is spent."""
         allowed = self._inner.allowed() if self._inner else None
         token = self._forced()
         if token is None:
@@ -104,14 +102,12 @@ class ThinkingBudget:
         return bytes(mask)
 
     def accept(self, token: int) -> None:
-        """Advance by one token."""
         self._num_forced = self._num_forced + 1 if token == self._forced() else 0
         self._thinking.feed(token)
         if self._inner is not None:
             self._inner.accept(token)
 
     def copy(self) -> "ThinkingBudget":
-        """Return an independent copy at the same position in the reply."""
         other = copy.copy(self)
         other._thinking = self._thinking.copy()
         other._inner = self._inner.copy() if self._inner else None

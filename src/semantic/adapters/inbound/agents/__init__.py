@@ -5,6 +5,6 @@
 2. `generate.py` writes the replies, whole or as events.
 3. `cache.py` shows the cache, has the operations on it, and streams events.
 
-`requests.py` has the bodies that clients send (unknown fields are refused), `views.py` the bodies
-of the replies, each with an example for the OpenAPI document.
+`requests.py` has the bodies that clients send (unknown fields are refused), `views.py` and
+`cache_views.py` the bodies of the replies, each with an example for the OpenAPI document.
 """

@@ -7,20 +7,17 @@ from typing import Annotated, Any, TypeAlias, assert_never
 from fastapi import APIRouter, Query
 from fastapi.responses import Response, StreamingResponse
 
-from semantic.adapters.inbound.agents.requests import AgentPath, Collect, Evict
-from semantic.adapters.inbound.agents.views import (
+from semantic.adapters.inbound.agents.cache_views import (
     BlocksOut,
     CacheOut,
     CollectOut,
     EvictOut,
-    Json,
     PrefetchOut,
-    ReuseOut,
     RunningList,
     RunningOut,
-    StateOut,
-    UsageOut,
 )
+from semantic.adapters.inbound.agents.requests import AgentPath, Collect, Evict
+from semantic.adapters.inbound.agents.views import Json, ReuseOut, StateOut, UsageOut
 from semantic.adapters.inbound.http import streaming
 from semantic.adapters.inbound.http.errors import refusals
 from semantic.application.agents.cache_admin import CacheService
@@ -67,7 +64,6 @@ class CacheApi:
         self._principal = principal
 
     def router(self) -> APIRouter:
-        """Build the router of all endpoints."""
         router = APIRouter(prefix="/v1", tags=["cache"])
         add, one = router.add_api_route, "/agents/{agent_id}"
         add(f"{one}/prefetch", self.prefetch, methods=["POST"], responses=refusals(400, 404, 503))

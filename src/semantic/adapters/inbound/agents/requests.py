@@ -111,7 +111,7 @@ class _Schema(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
 
-class Tool(ToolSchema):
+class AgentTool(ToolSchema):
     """A function the model may call."""
 
     model_config = _Schema.model_config
@@ -133,7 +133,7 @@ class AgentSettings(_Schema):
     """An agent's settings, on creation and later; absent fields keep their value."""
 
     system: Text | None = Field(None, description="system prompt; null leaves the conversation's")
-    tools: list[Tool] = Field([], max_length=MAX_TOOLS)
+    tools: list[AgentTool] = Field([], max_length=MAX_TOOLS)
     model: Text | None = Field(None, description="which model answers; null takes the served one")
     service_class: Literal["interactive", "background"] = Field("interactive", alias="class")
     weight: Annotated[float, Field(gt=0, le=MAX_WEIGHT, allow_inf_nan=False)] = 1.0
@@ -211,7 +211,6 @@ class NewMessage(_Schema):
         return self
 
     def to_domain(self) -> Message:
-        """Translate to a message whose parts are its texts or its tool result."""
         contents = (
             [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
         )
@@ -222,11 +221,11 @@ class NewMessage(_Schema):
         return Message(Role(self.role), parts)
 
 
-class _NamedTool(_Schema):
+class _AgentToolChoice(_Schema):
     name: Text
 
 
-class _ReplyForm(_Schema):
+class _OutputForm(_Schema):
     type: Literal["text", "json", "regex", "choice"] = "text"
     json_schema: _PlainJson | None = Field(None, description="of type json; any object if absent")
     pattern: Annotated[Text, Field(max_length=10_000)] | None = Field(
@@ -290,8 +289,8 @@ class Generate(_Schema):
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: list[Text] = Field([], max_length=MAX_STOP_STRINGS)
     ignore_eos: bool = False
-    tool_choice: Literal["auto", "none", "required"] | _NamedTool = "auto"
-    response_format: _ReplyForm | None = None
+    tool_choice: Literal["auto", "none", "required"] | _AgentToolChoice = "auto"
+    response_format: _OutputForm | None = None
 
     @model_validator(mode="after")
     def _require_one(self) -> Self:
@@ -302,7 +301,6 @@ class Generate(_Schema):
         return self
 
     def client_param(self, param: str | None) -> str | None:
-        """Translate our name of a field to the one that the client used."""
         return "message" if param == "messages" and self.message is not None else param
 
     def to_domain(self) -> NewTurn:

@@ -78,7 +78,6 @@ class AgentApi:
         self._principal = principal
 
     def router(self) -> APIRouter:
-        """Build the router of all endpoints."""
         router = APIRouter(prefix="/v1/agents", tags=["agents"])
         add, one = router.add_api_route, "/{agent_id}"
         made: dict[int | str, dict[str, Any]] = {

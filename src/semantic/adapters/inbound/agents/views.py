@@ -1,4 +1,4 @@
-"""Response bodies of the agent API, with examples for the OpenAPI document.
+"""Response bodies for agents and turns, with examples for the OpenAPI document.
 
 A view reads each field from the attribute of a domain object that has the same name, or the one
 that `validation_alias` names.
@@ -9,8 +9,6 @@ from typing import Annotated, Any, Literal, Self, get_args, get_origin
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from semantic.application.cache.index import BlockNode
-from semantic.application.cache.watch import BlockPage
 from semantic.domain.agents import Agent, Reuse, Tier
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import (
@@ -24,10 +22,10 @@ from semantic.domain.chat import (
     ToolUsePart,
 )
 from semantic.domain.sampling import FinishReason
-from semantic.ports.inbound import CacheOverview, Explanation
+from semantic.ports.inbound import Explanation
 
 Json = dict[str, Any]
-_TURN, _PARENT = "turn_57d6c033ac4c047f4192f7f7", "turn_0a31c8f2b4d94e6f83a1c7d2"
+EXAMPLE_TURN, _PARENT = "turn_57d6c033ac4c047f4192f7f7", "turn_0a31c8f2b4d94e6f83a1c7d2"
 _SETTINGS: Json = {
     "system": "You write Python.",
     "tools": [],
@@ -81,9 +79,6 @@ def _sample(entry: FieldInfo) -> object:
         return entry.default
     example = inner[0].example()
     return [example] if get_origin(entry.annotation) is list else example
-
-
-# -- agents and turns ----------------------------------------------------------------------------
 
 
 def _short(name: BlockName | str | None) -> str | None:
@@ -145,7 +140,7 @@ class AgentOut(View):
     last_used: float = Field(
         validation_alias=AliasPath("agent", "last_used"), examples=[1767225661.5]
     )
-    head: str | None = Field(validation_alias=AliasPath("agent", "head"), examples=[_TURN])
+    head: str | None = Field(validation_alias=AliasPath("agent", "head"), examples=[EXAMPLE_TURN])
     turns: int = Field(validation_alias=AliasPath("agent", "num_turns"), examples=[3])
     tokens: int = Field(validation_alias="num_tokens", examples=[732])
     busy: bool = Field(validation_alias="is_busy", examples=[False])
@@ -154,7 +149,7 @@ class AgentOut(View):
         validation_alias="agent", examples=[_SETTINGS]
     )
     history: list[str] = Field(
-        description="its latest turns, newest first", examples=[[_TURN, _PARENT]]
+        description="its latest turns, newest first", examples=[[EXAMPLE_TURN, _PARENT]]
     )
 
 
@@ -228,7 +223,7 @@ class TurnOut(View):
     """One turn: its messages, and the tokens it used and reused."""
 
     object: Literal["turn"] = "turn"
-    id: str = Field(examples=[_TURN])
+    id: str = Field(examples=[EXAMPLE_TURN])
     parent: str | None = Field(examples=[_PARENT])
     agent_id: str = Field(examples=["coder"])
     created_at: float = Field(examples=[1767225661.5])
@@ -252,7 +247,7 @@ class TurnList(View):
 
     object: Literal["list"] = "list"
     data: list[TurnOut]
-    next: str | None = Field(examples=[_TURN])
+    next: str | None = Field(examples=[EXAMPLE_TURN])
 
 
 class ReplyOut(View):
@@ -260,7 +255,7 @@ class ReplyOut(View):
 
     object: Literal["agent.reply"] = "agent.reply"
     agent_id: str = Field(examples=["coder"])
-    turn_id: str | None = Field(examples=[_TURN])
+    turn_id: str | None = Field(examples=[EXAMPLE_TURN])
     model: str = Field(examples=["smollm2-135m-instruct"])
     message: MessageOut
     text: str = Field(examples=["Use a set."])
@@ -291,7 +286,7 @@ class ExplanationOut(View):
 
     object: Literal["agent.explanation"] = "agent.explanation"
     agent_id: str = Field(examples=["coder"])
-    turn_id: str | None = Field(examples=[_TURN])
+    turn_id: str | None = Field(examples=[EXAMPLE_TURN])
     prompt_tokens: int = Field(examples=[724])
     reuse: ReuseOut
     diverged: DivergenceOut | None
@@ -333,168 +328,3 @@ def _summary(explanation: Explanation) -> str:
     state = explanation.state
     start = f"The next turn starts {state.tier.value} and reuses {state.reusable_tokens:,} tokens."
     return " ".join(filter(None, (text, explanation.note, start, state.note)))
-
-
-# -- the cache -----------------------------------------------------------------------------------
-
-
-class MemoryOut(View):
-    """Memory for the KV cache, in bytes."""
-
-    budget: int = Field(validation_alias="memory_budget", examples=[2**32])
-    used: int = Field(validation_alias="memory_used", examples=[101056512])
-    working: int = Field(validation_alias="memory_working", examples=[33685504])
-    blocks: int = Field(validation_alias="num_blocks", examples=[9])
-    pressure: str = Field(examples=["low"])
-
-
-class DiskOut(View):
-    """Disk usage in bytes; `other` is the part of the budget that the ledger and its backup use."""
-
-    budget: int = Field(validation_alias="disk_budget", examples=[20 * 2**30])
-    used: int = Field(validation_alias="disk_used", examples=[67380224])
-    other: int = Field(validation_alias="disk_other", examples=[1245184])
-    files: int = Field(validation_alias="num_files", examples=[9])
-    queue_budget: int = Field(examples=[2**29])
-    queue_used: int = Field(examples=[0])
-    problem: str = Field(examples=[""])
-
-
-class DeviceOut(View):
-    """A device's own memory in bytes, used by weights, sequences and anything else on it."""
-
-    used: int = Field(examples=[18253611008])
-    budget: int = Field(validation_alias="total", examples=[150754820096])
-
-
-class CountersOut(View):
-    """Numbers of block operations since the server started."""
-
-    sealed: int = Field(examples=[120])
-    evicted: int = Field(examples=[3])
-    restored: int = Field(examples=[14])
-    written: int = Field(examples=[118])
-    corrupt: int = Field(examples=[0])
-
-
-class CacheOut(View):
-    """The state of the cache; rates and ratios are null while their denominator is 0."""
-
-    object: Literal["cache"] = "cache"
-    memory: MemoryOut
-    disk: DiskOut
-    device: DeviceOut | None = Field(
-        description="null if the device has none of its own, as a CPU, or is not queried"
-    )
-    agents: dict[str, int] = Field(examples=[{"hot": 3, "warm": 12, "cold": 1}])
-    replies: int = Field(examples=[40])
-    reuse: ReuseOut
-    hit_rates: dict[str, float | None] = Field(
-        examples=[{"hot": 0.75, "pool": 0.0969, "disk": 0.0281, "all": 0.875}]
-    )
-    dedup_ratio: float | None = Field(examples=[2.4])
-    counters: CountersOut
-    live_requests: int = Field(examples=[1])
-
-    @classmethod
-    def about(cls, cache: CacheOverview) -> Self:
-        """Build the view of the cache's statistics."""
-        reuse = cache.reuse
-        hits = {"hot": reuse.hot, "pool": reuse.pool, "disk": reuse.disk, "all": reuse.reused}
-        num_prompt = reuse.reused + reuse.computed
-        return cls(
-            memory=MemoryOut.of(cache),
-            disk=DiskOut.of(cache),
-            device=DeviceOut.of(cache.device) if cache.device else None,
-            agents={tier.value: count for tier, count in cache.tiers},
-            replies=cache.num_replies,
-            reuse=ReuseOut.of(reuse),
-            hit_rates={name: _ratio(count, num_prompt) for name, count in hits.items()},
-            dedup_ratio=_ratio(cache.logical_bytes, cache.unique_bytes),
-            counters=CountersOut.of(cache.counters),
-            live_requests=cache.num_live,
-        )
-
-
-def _ratio(part: int, whole: int) -> float | None:
-    return round(part / whole, 4) if whole else None
-
-
-class BlocksOut(View):
-    """Blocks as compact rows, one row per block.
-
-    A row is `[name, parent, start, tokens, memory_bytes, disk_bytes, last_used, pinned]`. The
-    parent of a first block does not name a block.
-    """
-
-    object: Literal["cache.blocks"] = "cache.blocks"
-    mark: int = Field(description="`since` of the next request", examples=[1767225661500000])
-    total: int = Field(examples=[9])
-    blocks: list[list[str | int]] = Field(
-        examples=[[["9f2c44a01b7e", "51b0de02c9aa", 256, 256, 11796480, 0, 1767225661, 0]]]
-    )
-    gone: list[str] = Field(examples=[[]])
-    next: str | None = Field(description="`after` of the next page", examples=[None])
-    stale: bool = Field(description="`since` is too old: read all pages", examples=[False])
-
-    @classmethod
-    def about(cls, page: BlockPage) -> Self:
-        """Build the view of a page, without validation: the values are the server's own."""
-        return cls.model_construct(
-            mark=page.mark,
-            total=page.num_blocks,
-            blocks=[_row(block) for block in page.blocks],
-            gone=[name.short for name in page.gone],
-            next=page.cursor,
-            stale=page.is_stale,
-        )
-
-
-def _row(block: BlockNode) -> list[str | int]:
-    return [
-        *(block.name.short, block.parent.short, block.start, block.num_tokens),
-        *(block.memory_bytes, block.disk_bytes, int(block.last_used), int(block.num_pins > 0)),
-    ]
-
-
-class RunningOut(View):
-    """A waiting or running request, and its progress."""
-
-    agent_id: str = Field(examples=["coder"])
-    turn_id: str = Field(examples=[_TURN])
-    state: Literal["queued", "prefill", "decoding"] = Field(examples=["decoding"])
-    prompt_tokens: int = Field(examples=[724])
-    reused_tokens: int = Field(examples=[701])
-    computed_tokens: int = Field(
-        description="prompt tokens that are ready, reused or computed", examples=[724]
-    )
-    generated_tokens: int = Field(examples=[5])
-    max_tokens: int = Field(examples=[2048])
-    age_s: float = Field(description="seconds since it arrived", examples=[0.31])
-
-
-class RunningList(View):
-    """Waiting and running requests, oldest first."""
-
-    object: Literal["list"] = "list"
-    data: list[RunningOut]
-
-
-class EvictOut(View):
-    """Where an agent's KV cache is after the eviction."""
-
-    agent_id: str = Field(examples=["coder"])
-    state: StateOut
-
-
-class PrefetchOut(View):
-    """The number of parts that are being read from disk."""
-
-    agent_id: str = Field(examples=["coder"])
-    parts: int = Field(examples=[3])
-
-
-class CollectOut(View):
-    """The bytes that a garbage collection freed."""
-
-    freed_bytes: int = Field(examples=[33690112])

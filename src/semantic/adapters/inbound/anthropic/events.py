@@ -102,7 +102,7 @@ class AnthropicModelPage(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
+class _OpenBlock:
     """The open block; `call` is the index of its tool call."""
 
     kind: Literal["text", "thinking", "tool_use"]
@@ -125,7 +125,7 @@ class MessageStream:
         self._is_begun = False
         self._is_ended = False
         self._index = -1
-        self._open: _Open | None = None
+        self._open: _OpenBlock | None = None
         self._told: list[Json] = []
 
     def push(self, event: Event) -> list[Json]:
@@ -197,28 +197,28 @@ class MessageStream:
                 self._write("text", text)
             case ThinkingDelta(text):
                 self._write("thinking", text)
-            case ThinkingEnded(signature) if self._open == _Open("thinking"):
+            case ThinkingEnded(signature) if self._open == _OpenBlock("thinking"):
                 self._close(signature)
             case ToolCallStarted(index, call_id, name):
                 block: Json = {"id": TOOL_ID_PREFIX + call_id, "name": name, "input": {}}
-                self._start(_Open("tool_use", index), block)
-            case ToolCallDelta(index, arguments) if self._open == _Open("tool_use", index):
+                self._start(_OpenBlock("tool_use", index), block)
+            case ToolCallDelta(index, arguments) if self._open == _OpenBlock("tool_use", index):
                 if arguments:
                     self._delta({"type": "input_json_delta", "partial_json": arguments})
-            case ToolCallEnded(index) if self._open == _Open("tool_use", index):
+            case ToolCallEnded(index) if self._open == _OpenBlock("tool_use", index):
                 self._close()
 
     def _write(self, kind: Literal["text", "thinking"], text: str) -> None:
         """Add text or thinking to the open block of its kind; open one if needed."""
         if not text:
             return
-        if self._open != _Open(kind):
+        if self._open != _OpenBlock(kind):
             content: Json = {kind: "", **({"signature": ""} if kind == "thinking" else {})}
-            self._start(_Open(kind), content)
+            self._start(_OpenBlock(kind), content)
         if kind == "text" or self._shows_thinking:
             self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _start(self, block: _Open, content: Json) -> None:
+    def _start(self, block: _OpenBlock, content: Json) -> None:
         self._close()
         self._open = block
         self._index += 1

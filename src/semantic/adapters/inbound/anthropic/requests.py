@@ -89,7 +89,6 @@ class Block(Schema):
 
     @property
     def marks_cache(self) -> bool:
-        """Whether it, or a block in it, has `cache_control`."""
         inner = self.content if isinstance(self.content, list) else []
         return bool(self.cache_control) or any(block.marks_cache for block in inner)
 
@@ -245,7 +244,7 @@ _TOOL_MODES = {
 }
 
 
-class _Tool(ToolSchema):
+class _MessagesTool(ToolSchema):
     type: str | None = None
     parameters: dict[str, Any] | None = Field(None, alias="input_schema")
     defer_loading: bool | None = None
@@ -269,7 +268,7 @@ class _Tool(ToolSchema):
         refuse(self.parameters is None, f"tools[{index}].input_schema", "Field required")
 
 
-class _ToolChoice(Schema):
+class _MessagesToolChoice(Schema):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -314,8 +313,8 @@ class CountRequest(Schema):
     model: str | None = None
     messages: list[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: Limited[str | list[Block] | None] = None
-    tools: Limited[list[_Tool] | None] = None
-    tool_choice: _ToolChoice | None = None
+    tools: Limited[list[_MessagesTool] | None] = None
+    tool_choice: _MessagesToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
     output_format: _OutputFormat | None = None
@@ -446,7 +445,6 @@ class MessagesRequest(CountRequest):
         return bool(self.cache_control) or is_tool_marked or is_block_marked
 
     def to_domain(self, headers: Mapping[str, str]) -> ChatRequest:
-        """Translate to a chat request; see `CountRequest.to_domain`."""
         limit = reply_limit(self.max_tokens)
         request = replace(
             super().to_domain(headers),

@@ -116,7 +116,6 @@ class OpenConnections:
             connection.app_state = {**connection.app_state, IS_BEYOND_LIMIT: True}
 
     def leave(self, connection: "Connection") -> None:
-        """Remove a closed connection."""
         self._open.discard(connection)
         self._silent.pop(connection, None)
         self._disown(connection)
@@ -209,18 +208,15 @@ class Connection(H11Protocol):
         return cycle is not None and not cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Register the connection, and start the read timer."""
         super().connection_made(transport)
         self.app_state = {**self.app_state, CONNECTION: self}
         self._expect_more()
         self.pool.enter(self)
 
     def claim(self, tenant: str, limit: int | None) -> bool:
-        """Count it as a tenant's; return False if the tenant is at its limit."""
         return self.pool.claim(self, tenant, limit)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Remove the connection from the pool, and stop its timers."""
         super().connection_lost(exc)
         self.pool.leave(self)
         self._read_timer.stop()

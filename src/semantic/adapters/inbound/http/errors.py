@@ -31,16 +31,13 @@ class _Row(NamedTuple):
 
 
 _INVALID, _LIMIT, _FAULT = "invalid_request_error", "rate_limit_error", "server_error"
+_AUTH = "authentication_error"
 # The first matching row applies, so subclasses come before their base.
 _TABLE = (
     _Row(errors.ContextLengthError, 400, _INVALID, "context_length_exceeded", 400, _INVALID),
     _Row(errors.ConflictError, 409, _INVALID, "conflict", 400, _INVALID),
     _Row(errors.InvalidRequestError, 400, _INVALID, "invalid_request", 400, _INVALID),
-    _Row(
-        errors.AuthenticationError,
-        *(401, "authentication_error", "invalid_api_key"),
-        *(401, "authentication_error"),
-    ),
+    _Row(errors.AuthenticationError, 401, _AUTH, "invalid_api_key", 401, _AUTH),
     _Row(errors.AgentNotFoundError, 404, _INVALID, "agent_not_found", 404, "not_found_error"),
     _Row(errors.ModelNotFoundError, 404, _INVALID, "model_not_found", 404, "not_found_error"),
     _Row(errors.RateLimitedError, 429, _LIMIT, "rate_limit_exceeded", 429, _LIMIT),
@@ -54,9 +51,9 @@ _TABLE = (
     _Row(errors.SemanticError, 500, _FAULT, "internal_error", 500, "api_error"),
 )
 # The vendors' error types for responses that do not come from a `SemanticError`.
-_OPENAI_TYPES = {401: "authentication_error", 429: _LIMIT}
+_OPENAI_TYPES = {401: _AUTH, 429: _LIMIT}
 _ANTHROPIC_TYPES = {
-    401: "authentication_error",
+    401: _AUTH,
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",

@@ -55,7 +55,6 @@ class Guard(Middleware):
         self._limits = limits
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
         refusal = self._admit(scope)
         if refusal is None:
             await self._app(scope, receive, self._telling(send, current_principal()))

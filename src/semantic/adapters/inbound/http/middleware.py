@@ -35,7 +35,6 @@ class Middleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle an HTTP request; pass other scopes on."""
         handle = self.handle if scope["type"] == "http" else self._app
         await handle(scope, receive, send)
 
@@ -48,7 +47,6 @@ class RequestCheck(Middleware):
     """Base of middleware that refuses some requests and passes on all others."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a request, or pass it on."""
         await (self.refusal(scope) or self._app)(scope, receive, send)
 
     def refusal(self, scope: Scope) -> Response | None:
@@ -69,7 +67,6 @@ class HostCheck(RequestCheck):
         self._hosts = _LOCAL_NAMES | {host.lower() for host in hosts}
 
     def refusal(self, scope: Scope) -> Response | None:
-        """Return an error if the host is not allowed."""
         host = Headers(scope=scope).get("host", "")
         match = _HOST_PATTERN.fullmatch(host)
         if match is not None and match[1].lower() in self._hosts:
@@ -99,7 +96,6 @@ class OriginCheck(RequestCheck):
         self._origins = frozenset(origins)
 
     def refusal(self, scope: Scope) -> Response | None:
-        """Return an error if a page of another origin sends a request that changes something."""
         headers = Headers(scope=scope)
         if scope["method"] in _READING or not self._is_foreign(headers):
             return None
@@ -133,7 +129,6 @@ class AccessLog(Middleware):
         self._is_body_logged = is_body_logged
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and log it."""
         request_id = f"req_{secrets.token_hex(8)}"
         scope.setdefault("state", {})["request_id"] = request_id
         started = time.perf_counter()
@@ -202,9 +197,20 @@ def _write_line(scope: Scope, status: int, elapsed_s: float, defect: Exception |
 # First segments after `/v1/`. Some clients omit the prefix; others have it in their base URL.
 _VERSIONED = frozenset(
     {
-        *("chat", "completions", "responses", "messages", "models", "embeddings"),
-        *("moderations", "audio", "images"),  # answered with 404: not supported
-        *("agents", "cache", "events"),
+        "chat",
+        "completions",
+        "responses",
+        "messages",
+        "models",
+        "embeddings",
+        # Not supported: answered with 404.
+        "moderations",
+        "audio",
+        "images",
+        # Our own.
+        "agents",
+        "cache",
+        "events",
     }
 )
 
@@ -213,7 +219,6 @@ class ShortPaths(Middleware):
     """Adds `/v1` to paths that lack it."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on with its full path."""
         if f"{scope['path']}/".split("/")[1] in _VERSIONED:
             raw = scope.get("raw_path") or scope["path"].encode()
             scope = {**scope, "path": f"/v1{scope['path']}", "raw_path": b"/v1" + raw}
@@ -224,7 +229,6 @@ class HeadAsGet(Middleware):
     """Answers HEAD as GET without the body; a stream ends before its first chunk."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on as GET, and drop the body of the response."""
         if scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
@@ -280,7 +284,6 @@ class BodyLimit(Middleware):
         self._larger = {p: _Limit(num, "disk_budget_mb") for p, num in (larger or {}).items()}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on with its body decompressed and counted."""
         headers = Headers(scope=scope)
         limit = self._larger.get(scope["path"], self._usual)
         declared = headers.get("content-length", "0")
@@ -288,17 +291,17 @@ class BodyLimit(Middleware):
         if declared.isdecimal() and int(declared) > limit.max_bytes:
             await limit.refusal()(scope, receive, send)
         elif encoding == _PLAIN:
-            body = _Body(scope, receive, send, limit)
+            body = _LimitedBody(scope, receive, send, limit)
             await self._app(scope, body.receive, body.send)
         elif encoding in _WINDOW_BITS:
-            body = _Body(scope, receive, send, limit, _Unpacker(_WINDOW_BITS[encoding]))
+            body = _LimitedBody(scope, receive, send, limit, _Unpacker(_WINDOW_BITS[encoding]))
             await self._app(_plain(scope), body.receive, body.send)
         else:
             await read_off(receive, limit.max_bytes)
             await _unknown(encoding)(scope, receive, send)
 
 
-class _Body:
+class _LimitedBody:
     """The body that the application reads, and its response unless the body is refused."""
 
     def __init__(

@@ -144,7 +144,6 @@ class ReplySet:
             self.cancel()
 
     def cancel(self) -> None:
-        """Cancel the replies that have not ended."""
         for reply in self._replies:
             reply.cancel()
 
@@ -180,12 +179,10 @@ class FrameLog:
         self._changed = asyncio.Event()
 
     def append(self, frame: str) -> None:
-        """Append a frame, and wake the readers."""
         self._frames.append(frame)
         self._tell()
 
     def end(self) -> None:
-        """Mark the log as complete, and wake the readers."""
         self._is_ended = True
         self._tell()
 
@@ -220,7 +217,6 @@ class EventStream(StreamingResponse):
         self._reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream, then cancel the reply."""
         try:
             await super().__call__(scope, receive, send)
         finally:

@@ -75,15 +75,15 @@ class ReplyUsage(TypedDict):
     completion_tokens_details: CompletionDetails
 
 
-class _CalledFunction(TypedDict):
+class _ReplyFunction(TypedDict):
     name: str
     arguments: str
 
 
-class _ToolCall(TypedDict):
+class _ReplyToolCall(TypedDict):
     id: str
     type: Literal["function"]
-    function: _CalledFunction
+    function: _ReplyFunction
 
 
 class _ReplyMessage(TypedDict):
@@ -91,7 +91,7 @@ class _ReplyMessage(TypedDict):
     content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[_ToolCall]]
+    tool_calls: NotRequired[list[_ReplyToolCall]]
 
 
 class _ChatChoice(TypedDict):
@@ -284,11 +284,9 @@ class ChatForm:
         self.num_replies = num_replies
 
     def whole(self, index: int, reply: CollectedReply) -> Json:
-        """Format the choice of a whole reply."""
         return _choice(index, {"message": reply.message()}, reply.finished, reply.scored)
 
     def chunk(self, index: int, event: Event) -> Json | None:
-        """Format what an event adds to a choice; None if it adds nothing."""
         delta: Json
         match event:
             case Started():
@@ -331,12 +329,10 @@ class CompletionForm:
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._echoes]
 
     def whole(self, index: int, reply: CollectedReply) -> Json:
-        """Format the choice of a whole reply."""
         text = "".join([self._echoes[index], *reply.text])
         return self._choice(index, text, reply.scored, reply.finished)
 
     def chunk(self, index: int, event: Event) -> Json | None:
-        """Format what an event adds to a choice; None if it adds nothing."""
         match event:
             case Started() if self._echoes[index]:
                 return self._choice(index, self._echoes[index])
@@ -402,8 +398,8 @@ def _choice(
     }
 
 
-def _call(call: ToolCallStarted, arguments: str) -> _ToolCall:
-    function: _CalledFunction = {"name": call.name, "arguments": arguments}
+def _call(call: ToolCallStarted, arguments: str) -> _ReplyToolCall:
+    function: _ReplyFunction = {"name": call.name, "arguments": arguments}
     return {"id": outer_call_id(call.id), "type": "function", "function": function}
 
 

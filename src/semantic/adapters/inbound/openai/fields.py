@@ -86,7 +86,6 @@ class StructuredOutputs(Schema):
         return chosen[0]
 
     def to_domain(self) -> OutputFormat:
-        """Translate to an output format."""
         match self.kind:
             case "regex":
                 return RegexFormat(self.regex or "")

@@ -180,20 +180,20 @@ class _ResponseFormat(Schema):
         return JsonFormat(self.schema_)
 
 
-class _Function(ToolSchema):
+class _ChatFunction(ToolSchema):
     name: str
 
 
-class _Tool(Schema):
+class _ChatTool(Schema):
     type: Literal["function"]
-    function: _Function
+    function: _ChatFunction
 
 
 class _FunctionName(Schema):
     name: str
 
 
-class _NamedTool(Schema):
+class _ChatToolChoice(Schema):
     type: Literal["function"]
     function: _FunctionName
 
@@ -232,8 +232,8 @@ class ChatCompletionRequest(_RepliesFields):
     max_completion_tokens: int | None = Field(None, ge=NO_LIMIT)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: Limited[list[_Tool] | None] = None
-    tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = None
+    tools: Limited[list[_ChatTool] | None] = None
+    tool_choice: Literal["none", "auto", "required"] | _ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: _ResponseFormat | None = None
     reasoning_effort: str | None = None
@@ -397,7 +397,6 @@ class CompletionRequest(_RepliesFields):
         ]
 
     def client_param(self, param: str | None) -> str | None:
-        """Translate our name of a field to the one that the client used."""
         if param == "response_format":
             return self.form_param(param)
         return "prompt" if param == "messages" else param

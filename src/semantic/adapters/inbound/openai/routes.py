@@ -149,7 +149,7 @@ _STATES: dict[ModelState, Literal["loaded", "loading", "on_disk", "failed"]] = {
 _NOT_SERVED = ("moderations", "audio/{path:path}", "images/{path:path}")
 
 
-class Model(TypedDict):
+class OpenAIModel(TypedDict):
     """A model that requests may name."""
 
     id: str
@@ -168,7 +168,7 @@ class ModelList(TypedDict):
     """The served model first, then those on this machine."""
 
     object: Literal["list"]
-    data: list[Model]
+    data: list[OpenAIModel]
 
 
 def openai_router(
@@ -229,11 +229,11 @@ def _add_models(router: APIRouter, models: ModelRegistry) -> None:
     @router.get(
         "/models/{model_id:path}",
         response_model=None,
-        responses=_in_both_shapes(Model | AnthropicModel),
+        responses=_in_both_shapes(OpenAIModel | AnthropicModel),
     )
     async def get_model(
         model_id: str, anthropic_version: Annotated[str | None, Header()] = None
-    ) -> Model | AnthropicModel:
+    ) -> OpenAIModel | AnthropicModel:
         """Describe one model, by its name or an alias."""
         status = await asyncio.to_thread(models.find, model_id)
         return model_info(status) if anthropic_version else _model(status)
@@ -295,7 +295,7 @@ async def _echo(
     return prompt if isinstance(prompt, str) else await inference.decode(prompt)
 
 
-def _model(status: ModelStatus) -> Model:
+def _model(status: ModelStatus) -> OpenAIModel:
     return {
         "id": status.id,
         "object": "model",

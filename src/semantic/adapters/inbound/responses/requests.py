@@ -134,7 +134,6 @@ class InputItem(VariantSchema):
         return is_said or self.type in ("reasoning", "function_call", "custom_tool_call")
 
     def reply_parts(self) -> tuple[Part, ...]:
-        """Translate to parts of the assistant's message."""
         if self.type == "reasoning":
             return self._thinking()
         if self.type == "message":
@@ -205,13 +204,13 @@ _ENCRYPTED = "reasoning.encrypted_content"
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 
 
-class _Tool(ToolSchema):
+class _ResponsesTool(ToolSchema):
     """A tool of any type; only functions are offered to the model."""
 
     type: str
 
 
-class _NamedTool(Schema):
+class _ResponsesToolChoice(Schema):
     type: Literal["function"]
     name: str
 
@@ -245,8 +244,8 @@ class ResponsesRequest(RequestFields):
     store: bool | None = None
     background: bool | None = None
     include: Limited[list[str] | None] = None
-    tools: Limited[list[_Tool] | None] = None
-    tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = None
+    tools: Limited[list[_ResponsesTool] | None] = None
+    tool_choice: Literal["none", "auto", "required"] | _ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: _Text | None = None
     reasoning: _Reasoning | None = None
@@ -274,7 +273,7 @@ class ResponsesRequest(RequestFields):
         return _ENCRYPTED in (self.include or ())
 
     @property
-    def functions(self) -> list[_Tool]:
+    def functions(self) -> list[_ResponsesTool]:
         """The tools that are offered to the model."""
         return [tool for tool in self.tools or () if tool.type == "function"]
 
@@ -311,7 +310,6 @@ class ResponsesRequest(RequestFields):
         )
 
     def client_param(self, param: str | None, past: PastTurn | None) -> str | None:
-        """Translate our name of a field to the one that the client used."""
         if param == "response_format":
             return self.form_param("text.format")
         names = {"messages": "input", "max_tokens": "max_output_tokens"}

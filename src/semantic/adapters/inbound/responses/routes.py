@@ -70,7 +70,6 @@ class ResponseRun:
 
     @property
     def response(self) -> Json:
-        """The response so far."""
         made = self._writer.response
         output = made.get("output")
         return {**made, "output": list(output) if isinstance(output, list) else []}
@@ -143,7 +142,6 @@ class RecentResponses:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def enter(self, run: ResponseRun) -> None:
-        """Add a response that has begun."""
         self._runs[str(run.response["id"])] = run
 
     def leave(self, run: ResponseRun, *, is_kept: bool) -> None:
@@ -199,7 +197,6 @@ class ResponsesApi:
         self._books: defaultdict[str, RecentResponses] = defaultdict(RecentResponses)
 
     def router(self) -> APIRouter:
-        """Build the router of all endpoints."""
         errors = refusals("4XX", 503, 504)
         router = APIRouter(prefix="/v1/responses", tags=["openai"], responses=errors)
         router.add_api_route("/input_tokens", self.count, methods=["POST"])

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, regex_to_lark
 from semantic.adapters.outbound.grammar.constraint import Closing, GrammarConstraint
 from semantic.adapters.outbound.grammar.tool_calls import CALLS, Lark
 from semantic.adapters.outbound.grammar.trial import EXCEEDED, GrammarTrials
-from semantic.adapters.outbound.grammar.vocabulary import Layout, Vocabulary
+from semantic.adapters.outbound.grammar.vocabulary import TokenTable, Vocabulary
 from semantic.domain.chat import (
     ChoiceFormat,
     JsonFormat,
@@ -137,7 +137,6 @@ class LLGuidanceGrammar:
         self._parts: tuple[_Compiler, GrammarTrials] | None = None
 
     def constrain(self, shape: ReplyShape, max_tokens: int) -> TokenConstraint | None:
-        """Compile a shape for one reply."""
         if shape.is_free:
             return None
         _check_shape(shape)
@@ -159,9 +158,9 @@ class LLGuidanceGrammar:
     def _laid_out(self) -> "tuple[_Compiler, GrammarTrials]":
         with self._lock:
             if self._parts is None:
-                layout = Layout.of(self._tokenizer)
-                vocabulary = Vocabulary(layout, self._tokenizer.encode)
-                self._parts = _Compiler(vocabulary), GrammarTrials(layout)
+                table = TokenTable.of(self._tokenizer)
+                vocabulary = Vocabulary(table, self._tokenizer.encode)
+                self._parts = _Compiler(vocabulary), GrammarTrials(table)
             return self._parts
 
 

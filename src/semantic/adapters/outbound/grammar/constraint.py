@@ -107,7 +107,6 @@ class GrammarConstraint:
             self._renew()
 
     def copy(self) -> "GrammarConstraint":
-        """Return a constraint at the same position with its own matcher."""
         other = copy.copy(self)
         other._matcher, other._tokens = self._matcher.deep_copy(), list(self._tokens)
         return other

@@ -44,7 +44,6 @@ class Lark:
         return self.rule(f"json_{len(self._rules)}", f"%json {json.dumps(styled)}")
 
     def quoted(self, text: str) -> str:
-        """Quote a string literal for Lark."""
         return json.dumps(text, ensure_ascii=False)
 
     def marker(self, text: str) -> str:

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from semantic.adapters.outbound.grammar.constraint import Closing
-from semantic.adapters.outbound.grammar.vocabulary import Layout, Vocabulary
+from semantic.adapters.outbound.grammar.vocabulary import TokenTable, Vocabulary
 from semantic.adapters.outbound.limited_process import (
     LimitedProcesses,
     LimitExceededError,
@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 class GrammarTrials:
     """Tries grammars and caches the results. Thread-safe; `fault` may take seconds."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._processes = LimitedProcesses(__name__, layout, "compiling a schema", _LIMITS)
+    def __init__(self, table: TokenTable) -> None:
+        self._processes = LimitedProcesses(__name__, table, "compiling a schema", _LIMITS)
         self._lock = threading.Lock()
         self._faults: OrderedDict[bytes, str] = OrderedDict()
 
@@ -85,8 +85,8 @@ def _verdict(ask: Callable[[bytes], bytes], grammar: str) -> str:
 # -- inside the subprocess ----------------------------------------------------------------------
 
 
-def _prepare(layout: Layout) -> Callable[[bytes], bytes]:
-    vocabulary = Vocabulary(layout)
+def _prepare(table: TokenTable) -> Callable[[bytes], bytes]:
+    vocabulary = Vocabulary(table)
     return lambda grammar: json.dumps(_try(grammar.decode(), vocabulary)).encode()
 
 

@@ -20,7 +20,7 @@ Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TokenTable:
     """The tokens of a vocabulary, in a form that can be sent to other processes.
 
     Attributes:
@@ -34,8 +34,8 @@ class Layout:
     special: dict[int, bytes]
 
     @classmethod
-    def of(cls, tokenizer: TokenizerPort) -> "Layout":
-        """Read the layout from a tokenizer.
+    def of(cls, tokenizer: TokenizerPort) -> "TokenTable":
+        """Read the table from a tokenizer.
 
         Raises:
             InvalidRequestError: the model has no end token.
@@ -59,26 +59,26 @@ class Vocabulary:
         is_end: Mask of the tokens that end a reply.
     """
 
-    def __init__(self, layout: Layout, encode: Encode | None = None) -> None:
+    def __init__(self, table: TokenTable, encode: Encode | None = None) -> None:
         """Build the masks and llguidance's tokenizer.
 
         Args:
-            layout: The tokens.
+            table: The tokens.
             encode: The model's tokenizer; without it, text is encoded byte by byte.
         """
-        self.eos_ids = layout.eos_ids
-        self.pieces = layout.pieces
-        self.num_words = (len(layout.pieces) + 31) // 32
+        self.eos_ids = table.eos_ids
+        self.pieces = table.pieces
+        self.num_words = (len(table.pieces) + 31) // 32
         self.byte_ids = [-1] * 256
-        for token, piece in enumerate(layout.pieces):
+        for token, piece in enumerate(table.pieces):
             if len(piece) == 1:
                 self.byte_ids[piece[0]] = token
-        self.is_plain = self.pack([t for t, p in enumerate(layout.pieces) if _is_plain(p)])
-        self.is_end = self.pack(layout.eos_ids)
+        self.is_plain = self.pack([t for t, p in enumerate(table.pieces) if _is_plain(p)])
+        self.is_end = self.pack(table.eos_ids)
         self._limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
-        wrapper = TokenizerWrapper(_Encoder(layout, encode or self._bytewise))
+        wrapper = TokenizerWrapper(_Encoder(table, encode or self._bytewise))
         self._tokenizer = LLTokenizer(
-            wrapper, n_vocab=len(layout.pieces), eos_token=list(layout.eos_ids)
+            wrapper, n_vocab=len(table.pieces), eos_token=list(table.eos_ids)
         )
 
     def compile(self, grammar: str) -> LLMatcher:
@@ -135,11 +135,11 @@ class Vocabulary:
 class _Encoder:
     """The tokenizer interface that llguidance expects."""
 
-    def __init__(self, layout: Layout, encode: Encode) -> None:
-        self.eos_token_id = layout.eos_ids[0]
+    def __init__(self, table: TokenTable, encode: Encode) -> None:
+        self.eos_token_id = table.eos_ids[0]
         self.bos_token_id = None
-        self.special_token_ids = sorted(layout.special)
-        self.tokens = [layout.special.get(t, piece) for t, piece in enumerate(layout.pieces)]
+        self.special_token_ids = sorted(table.special)
+        self.tokens = [table.special.get(t, piece) for t, piece in enumerate(table.pieces)]
         self._encode = encode
 
     def __call__(self, text: str) -> list[int]:

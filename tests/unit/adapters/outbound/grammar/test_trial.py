@@ -10,7 +10,7 @@ import pytest
 
 from semantic.adapters.outbound.backends.fake import FakeTokenizer
 from semantic.adapters.outbound.grammar.trial import EXCEEDED, GrammarTrials
-from semantic.adapters.outbound.grammar.vocabulary import Layout
+from semantic.adapters.outbound.grammar.vocabulary import TokenTable
 from tests.waiting import await_that
 
 pytestmark = pytest.mark.unit
@@ -23,13 +23,13 @@ PARENT = f"""
 import subprocess, time
 from semantic.adapters.outbound.backends.fake import FakeTokenizer
 from semantic.adapters.outbound.grammar.trial import GrammarTrials
-from semantic.adapters.outbound.grammar.vocabulary import Layout
+from semantic.adapters.outbound.grammar.vocabulary import TokenTable
 class Told(subprocess.Popen):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         print(self.pid, flush=True)
 subprocess.Popen = Told
-trials = GrammarTrials(Layout.of(FakeTokenizer()))
+trials = GrammarTrials(TokenTable.of(FakeTokenizer()))
 trials.fault({GOOD!r})
 print("ready", flush=True)
 time.sleep(600)
@@ -38,7 +38,7 @@ time.sleep(600)
 
 @pytest.fixture(scope="module")
 def trials() -> GrammarTrials:
-    return GrammarTrials(Layout.of(FakeTokenizer()))
+    return GrammarTrials(TokenTable.of(FakeTokenizer()))
 
 
 def test_a_grammar_is_tried_and_its_fault_is_told(trials: GrammarTrials) -> None:
