@@ -121,7 +121,7 @@ ONE: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"json_schema": SCHEMA, "response_format": JSON_FORM}, "json_schema",
      "response_format"),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities[1]", "'text'"),
-    (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "leave it out"),
+    (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "uses the model.s own"),
     (CHAT, {"echo": True}, "echo", "does not repeat"),
     (CHAT, {"add_generation_prompt": False}, "add_generation_prompt", "leave it out"),
     (CHAT, {"continue_final_message": True}, "messages[0]", "continued"),

@@ -226,7 +226,7 @@ def test_a_response_in_the_background_is_cancelled(
     assert client.responses.retrieve(started.id).status == "in_progress"
     assert client.responses.cancel(started.id).status == "cancelled"
     assert client.responses.retrieve(started.id).status == "cancelled"
-    with pytest.raises(openai.BadRequestError, match="is cancelled, and cannot be continued"):
+    with pytest.raises(openai.BadRequestError, match="is cancelled and cannot be continued"):
         respond(client, "x", previous_response_id=started.id)
     assert [event.type for event in events][-1:] == ["response.incomplete"] * is_stream
     await_that(lambda: running.server.device.num_live == 0)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 _REASONS = {
-    "extra_forbidden": "there is no such field",
+    "extra_forbidden": "unknown field",
     "model_attributes_type": "it must be a JSON object",
 }
 

@@ -38,7 +38,7 @@ _SAMPLING = (
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 Positive: TypeAlias = Annotated[int, Field(ge=1)]
 Durable: TypeAlias = Annotated[
-    bool | None, Field(description="whether the turn is safe on disk; only with durability sync")
+    bool | None, Field(description="whether the turn is durable on disk; only with durability sync")
 ]
 
 

@@ -246,7 +246,7 @@ class Composer:
                 return
             case ImagePart():
                 raise InvalidRequestError(
-                    "the loaded model cannot see images; send text.", param=where
+                    "the loaded model does not support images; send text.", param=where
                 )
             case _:
                 raise InvalidRequestError("a part of this kind is not allowed here.", param=where)

@@ -49,7 +49,8 @@ class Access:
         ring = self._load()
         if self.ring.is_guarded and not ring.is_guarded:
             raise InvalidRequestError(
-                "there are no keys any more; those in force stay until a restart.", param="key_file"
+                "the key file has no keys; the current keys stay in force until a restart.",
+                param="key_file",
             )
         self.ring = ring
         self._on_loaded(ring)
@@ -70,7 +71,7 @@ class Access:
             if key is not None:
                 return self._known(ring, key.tenant, key_id=key.id, is_admin=key.is_admin)
         raise AuthenticationError(
-            "a valid key is needed: send it as x-api-key, or as authorization: Bearer."
+            "valid API key required: send it as x-api-key, or as authorization: Bearer."
         )
 
     def _known(

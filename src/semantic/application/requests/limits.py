@@ -84,7 +84,7 @@ class RateLimits:
         limit = self._ring().policy(principal.tenant).max_concurrent
         if limit is not None and self._running[principal.tenant] >= limit:
             raise RateLimitedError(
-                f"{limit} replies of this tenant are in progress, which is its limit; try again.",
+                f"limit of {limit} concurrent replies exceeded for this tenant; try again.",
                 retry_after_s=_BUSY_RETRY_S,
             )
         scopes = self._scopes(principal)

@@ -204,8 +204,8 @@ class Preparation:
         limit = spec.tokens_within(max_bytes, bits)
         if (nbytes := spec.bytes_per_context(num_prompt, bits)) > max_bytes:
             raise StateQuotaError(
-                f"agent {agent.id} may keep {max_bytes} bytes of KV cache, and its "
-                f"conversation takes {nbytes}; rewind it, or raise its quota.",
+                f"KV cache quota of agent {agent.id} exceeded: the conversation takes {nbytes} "
+                f"bytes of {max_bytes}; rewind the agent, or raise its quota.",
                 num_prompt=num_prompt,
                 limit=limit,
             )
@@ -405,8 +405,8 @@ class PreparationThreads:
         if len(self._late) < self._num_threads:
             return ""
         return (
-            f"no request can be prepared: {len(self._late)} have taken more than "
-            f"{self._timeout_s:g} s each and are not done; restart the server"
+            f"requests cannot be prepared: {len(self._late)} preparations have run for more than "
+            f"{self._timeout_s:g} s each; restart the server"
         )
 
     async def run(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:

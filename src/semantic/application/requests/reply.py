@@ -192,7 +192,7 @@ class LiveReply:
             try:
                 hook(event, self.state.reuse if self.state else Reuse())
             except Exception:  # noqa: BLE001 - the other hooks and the reader must see the end
-                _log.exception("an end hook of a reply failed")
+                _log.exception("end hook of a reply failed")
 
     async def __aiter__(self) -> AsyncGenerator[Event, None]:
         """Yield events up to the final one; leaving the loop early cancels the reply."""

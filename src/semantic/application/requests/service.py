@@ -237,7 +237,7 @@ class InferenceService:
                 raise UnloggedReplyError(error) from error
             if isinstance(error, CachePersistenceError):
                 raise
-            _log.info("a turn is not logged: %s", error.message)
+            _log.info("turn not logged: %s", error.message)
             return is_unsafe
         if self._is_durable is None:
             return None

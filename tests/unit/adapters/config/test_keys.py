@@ -60,7 +60,7 @@ def test_changes_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
         ("{", "the file"),
         ('{"keys": [{"id": "a"}]}', "keys.0.tenant"),
         ('{"version": 2}', "version"),
-        ('{"tenants": {"../x": {}}}', "a tenant's name is"),
+        ('{"tenants": {"../x": {}}}', "a tenant's name must be"),
         ('{"tenants": {"t": {"weight": 0}}}', "tenants.t.weight"),
         ('{"limits": {"requests": 3}}', "limits.requests"),
     ],
@@ -168,7 +168,7 @@ def test_keys_are_added_listed_and_revoked(
 @pytest.mark.parametrize(
     "arguments,words",
     [
-        (["add", "--tenant", "a/b"], "a tenant's name is"),
+        (["add", "--tenant", "a/b"], "a tenant's name must be"),
         (["add", "--limit", "speed=3"], "limit speed"),
         (["add", "--tenant-limit", "weight=0"], "limit weight"),
         (["add", "--tenant-limit", "agent.tokens_per_minute=many"], "agent.tokens_per_minute"),

@@ -452,7 +452,7 @@ async def test_requests_that_are_never_prepared_are_refused_and_the_problem_is_t
         starts = [service.start(request, Principal("local")) for _ in range(NUM_THREADS)]
         errors = await asyncio.gather(*starts, return_exceptions=True)
         assert {type(error) for error in errors} == {GenerationTimeoutError}
-        assert "no request can be prepared" in service.problem
+        assert "requests cannot be prepared" in service.problem
         with pytest.raises(OverloadedError, match="too many"):
             await service.start(REQUEST, Principal("local"))
         grammar.gate.set()

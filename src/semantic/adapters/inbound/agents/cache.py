@@ -50,7 +50,7 @@ _VERIFY = _stream("progress, then done", 'data: {"type":"done","checked":9,"tota
 _BLOCKS: dict[int | str, dict[str, Any]] = {
     200: {"description": "rows of blocks", "model": BlocksOut}
 }
-_EVENTS = _stream("events until you leave", 'data: {"type":"cache","sealed":3}\n\n')
+_EVENTS = _stream("events until the client disconnects", 'data: {"type":"cache","sealed":3}\n\n')
 
 
 class CacheApi:

@@ -125,19 +125,21 @@ class AgentTool(ToolSchema):
 class AgentQuota(_Schema):
     """Limits on what an agent may store; null means unlimited."""
 
-    max_bytes: _Count | None = Field(default=None, description="of its KV cache")
+    max_bytes: _Count | None = Field(default=None, description="for its KV cache")
     max_turns: _Count | None = None
 
 
 class AgentSettings(_Schema):
     """An agent's settings, on creation and later; absent fields keep their value."""
 
-    system: Text | None = Field(None, description="system prompt; null leaves the conversation's")
+    system: Text | None = Field(
+        None, description="system prompt; null keeps that of the conversation"
+    )
     tools: list[AgentTool] = Field([], max_length=MAX_TOOLS)
-    model: Text | None = Field(None, description="which model answers; null takes the served one")
+    model: Text | None = Field(None, description="the model that replies; null: the served model")
     service_class: Literal["interactive", "background"] = Field("interactive", alias="class")
     weight: Annotated[float, Field(gt=0, le=MAX_WEIGHT, allow_inf_nan=False)] = 1.0
-    pin: bool = Field(False, description="keep its KV cache on disk whatever the budget")
+    pin: bool = Field(False, description="keep its KV cache on disk regardless of the budget")
     ttl_s: _Seconds | None = Field(None, description="deleted when unused for this long")
     quota: AgentQuota = AgentQuota()
     overflow: Literal["error", "drop_oldest"] = Field(
@@ -271,7 +273,7 @@ class Generate(_Schema):
         }
     )
 
-    message: Text | None = Field(None, description="what the user says")
+    message: Text | None = Field(None, description="a message of the user")
     messages: list[NewMessage] | None = Field(
         None, min_length=1, max_length=MAX_ENTRIES, description="or several messages instead"
     )
@@ -383,7 +385,7 @@ class Rewind(_Schema):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"turn_id": "turn_5f2a"}]})
 
-    turn_id: TurnId | None = Field(description="the turn to go back to; null before the first")
+    turn_id: TurnId | None = Field(description="the turn to rewind to; null: before the first turn")
 
 
 class Evict(_Schema):

@@ -81,7 +81,7 @@ class AgentApi:
         router = APIRouter(prefix="/v1/agents", tags=["agents"])
         add, one = router.add_api_route, "/{agent_id}"
         made: dict[int | str, dict[str, Any]] = {
-            200: {"model": AgentOut, "description": "it was there already, with these settings"}
+            200: {"model": AgentOut, "description": "the agent already exists with these settings"}
         }
         # Added before the paths with an agent's id, which would match `import` too.
         add(

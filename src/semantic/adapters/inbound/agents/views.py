@@ -94,9 +94,12 @@ class StateOut(View):
     disk_tokens: int = Field(examples=[731])
     memory_bytes: int = Field(examples=[33685504])
     disk_bytes: int = Field(examples=[33690112])
-    reusable_tokens: int = Field(description="what the next turn need not compute", examples=[731])
+    reusable_tokens: int = Field(
+        description="tokens that the next turn does not compute", examples=[731]
+    )
     note: str = Field(
-        description="why the next turn cannot use what was kept; empty if it can", examples=[""]
+        description="why the next turn cannot use the stored KV cache; empty if it can",
+        examples=[""],
     )
     block: Annotated[str | None, BeforeValidator(_short)] = Field(
         description="its last block", examples=["9f2c44a01b7e"]
@@ -266,7 +269,7 @@ class ReplyOut(View):
     dropped_messages: int = Field(examples=[0])
     durable: bool | None = Field(
         None,
-        description="whether the turn is safe on disk; null unless the setting durability is sync",
+        description="whether the turn is durable on disk; null unless durability is sync",
         examples=[True],
     )
 

@@ -117,7 +117,7 @@ class Block(Schema):
                 return TextPart("\n".join([self.title or "", *texts]).strip())
             case _:
                 raise InvalidRequestError(
-                    f"a block of type {self.type!r} does not belong here.", param=where
+                    f"a block of type {self.type!r} is not allowed here.", param=where
                 )
 
     def to_reply(self) -> Part | None:

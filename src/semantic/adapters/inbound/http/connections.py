@@ -75,7 +75,7 @@ class ConnectionLimits:
         max_open = max(1, min(max_connections, for_clients - num_spare))
         if max_open < max_connections:
             _log.warning(
-                "max_connections is lowered to what the limit on open files permits",
+                "max_connections lowered to fit the limit on open files",
                 max_connections=max_connections,
                 permitted=max_open,
                 open_files=num_descriptors,
@@ -153,7 +153,7 @@ class OpenConnections:
         now = time.monotonic()
         if now - self._told_at >= _TELL_EVERY_S:
             _log.warning(
-                "too many connections: those that have been silent longest are closed",
+                "too many connections; closing those that have been silent longest",
                 closed=self._num_cut,
                 max_connections=self.limits.max_open,
             )

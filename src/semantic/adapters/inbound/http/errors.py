@@ -64,14 +64,14 @@ _ANTHROPIC_TYPES = {
 # Our field names that differ from Anthropic's.
 _ANTHROPIC_FIELDS = {"stop": "stop_sequences", "response_format": "output_config.format"}
 _MEANINGS: dict[int | str, str] = {
-    "4XX": "The request is refused.",
-    400: "the request is wrong",
+    "4XX": "The server refuses the request.",
+    400: "the request is invalid",
     404: "there is no such agent or turn",
-    409: "it contradicts what is there",
+    409: "the request conflicts with what exists",
     413: "the body is too large",
-    429: "a quota or a rate limit is used up",
-    503: "the model is loading, the queue is full, the disk cannot be written, or the server stops",
-    504: "it took too long",
+    429: "a quota or a rate limit is exceeded",
+    503: "the model loads, the queue is full, the disk cannot be written, or the server shuts down",
+    504: "the request took too long",
     529: "the queue is full",
 }
 
@@ -256,7 +256,7 @@ def install_error_handlers(app: FastAPI) -> None:
             return _not_json()
         message = str(error.detail)
         if error.status_code == 404:
-            message = f"there is nothing at {request.method} {request.url.path}."
+            message = f"there is no endpoint {request.method} {request.url.path}."
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")
             message = f"{request.url.path} takes {allowed}, not {request.method}."

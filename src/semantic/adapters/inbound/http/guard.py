@@ -80,7 +80,7 @@ class Guard(Middleware):
         connection: Connection | None = state.get(CONNECTION)
         limit = self._access.ring.policy(principal.tenant).max_connections
         if connection is not None and not connection.claim(principal.tenant, limit):
-            message = f"this tenant may have {limit} connections open, and has them; close some."
+            message = f"limit of {limit} connections exceeded for this tenant; close some."
             headers = {"connection": "close", "retry-after": "1"}
             return error_response(429, message, "rate_limit_exceeded", headers=headers)
         _current.set(principal)

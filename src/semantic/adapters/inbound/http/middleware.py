@@ -100,7 +100,10 @@ class OriginCheck(RequestCheck):
         if scope["method"] in _READING or not self._is_foreign(headers):
             return None
         page = headers.get("origin", "elsewhere")
-        message = f"web pages from {page} may not do this; cors_origins can permit them."
+        message = (
+            f"web pages from {page} may not send this request; to permit it, add the origin to the "
+            "setting cors_origins."
+        )
         return error_response(403, message, "origin_not_allowed")
 
     def _is_foreign(self, headers: Headers) -> bool:
@@ -153,7 +156,7 @@ class AccessLog(Middleware):
         except Exception as error:  # noqa: BLE001 - the client gets an answer in any case
             defect = error
             if not status:
-                failure = "the server failed; its log says why."
+                failure = "internal server error; see the server's log."
                 await error_response(500, failure, "internal_error")(scope, receive, tagged)
         finally:
             if body:
@@ -387,7 +390,7 @@ class _Unpacker:
             )
         is_last = not message.get("more_body", False)
         if is_last and self._num_packed and len(made) <= max_bytes and not self._stream.eof:
-            raise zlib.error("it ends too early")
+            raise zlib.error("unexpected end of data")
         return {**message, "body": made}
 
     def _made_of(self, packed: bytes, max_bytes: int) -> bytes:

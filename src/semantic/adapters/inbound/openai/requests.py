@@ -259,9 +259,15 @@ class ChatCompletionRequest(_RepliesFields):
         """
         refuse(self.functions, "functions", "functions are not supported; send tools.")
         refuse(
-            self.chat_template, "chat_template", "the model's own template is used; leave it out."
+            self.chat_template,
+            "chat_template",
+            "chat_template is not supported: the server uses the model's own.",
         )
-        refuse(self.echo, "echo", "a reply does not repeat the message that it continues.")
+        refuse(
+            self.echo,
+            "echo",
+            "echo is not supported: a reply does not repeat the message that it continues.",
+        )
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError(
                 "top_logprobs needs logprobs to be true.", param="top_logprobs"
@@ -379,7 +385,7 @@ class CompletionRequest(_RepliesFields):
         )
         if len(self.prompts) * self.num_replies > MAX_REPLIES:
             raise InvalidRequestError(
-                f"at most {MAX_REPLIES} replies a request are allowed.", param="n"
+                f"at most {MAX_REPLIES} replies per request are allowed.", param="n"
             )
         output_format = self.form(None, "response_format")
         max_tokens = _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens

@@ -283,7 +283,7 @@ async def start_all(
 
 
 async def _not_served(http: Request) -> Response:
-    message = f"{http.url.path} is not served here: this server writes text."
+    message = f"{http.url.path} is not supported: this server generates only text."
     return error_response(404, message, "unsupported_endpoint")
 
 

@@ -233,7 +233,7 @@ class ResponsesApi:
         refuse(
             stream and response,
             "stream",
-            "events are kept of what is made with background and stream, and for a while only.",
+            "events are kept only of recent responses created with background and stream.",
         )
         return JSONResponse(response) if response else _missing(response_id)
 
@@ -299,7 +299,7 @@ class ResponsesApi:
         past = await self._past(name)
         known = self._book.find(name) if past is None else None
         if known is not None:
-            why = f"{name!r} is {known.response['status']}, and cannot be continued."
+            why = f"response {name!r} is {known.response['status']} and cannot be continued."
         elif past is None:
             why = f"there is no stored response {name!r}."
         else:
