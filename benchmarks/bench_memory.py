@@ -88,7 +88,7 @@ def seal(store: AgentCacheStore, spec: ModelCacheSpec, tokens: Sequence[int], cu
         names.append(name)
         chain = name
     unsettled = store.usage().used
-    store.settle(names, chain, [cut, len(tokens)])
+    store.settle_windows(names, chain, [cut, len(tokens)])
     return unsettled
 
 

@@ -155,12 +155,10 @@ class BlockPart:
 
     @property
     def key(self) -> "PartKey":
-        """Unique key of the part."""
         return (self.name, self.kind)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the block."""
         return len(self.tokens) // TOKEN_BYTES
 
 

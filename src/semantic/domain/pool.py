@@ -61,7 +61,7 @@ class PoolUsage:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _PoolEntry:
     nbytes: int
     num_holds: int = 0
 
@@ -79,7 +79,7 @@ class BlockPool:
         self.spec = spec
         self._lock = threading.Lock()
         self._budget = budget_bytes
-        self._entries: dict[PartKey, _Entry] = {}
+        self._entries: dict[PartKey, _PoolEntry] = {}
         # In eviction order, the next part to evict first.
         self._idle: OrderedDict[PartKey, None] = OrderedDict()
         self._idle_bytes = 0
@@ -101,7 +101,7 @@ class BlockPool:
             new = {key: nbytes for key, nbytes in sizes.items() if key not in self._entries}
             evicted = self._make_room(sum(new.values()), spared=set(used))
             for key, nbytes in new.items():
-                self._entries[key] = _Entry(nbytes)
+                self._entries[key] = _PoolEntry(nbytes)
                 self._idle[key] = None
                 self._idle_bytes += nbytes
             self._touch(used)
@@ -155,7 +155,7 @@ class BlockPool:
     def oldest(self, nbytes: int) -> list[PartKey]:
         """Return the next idle parts to evict, at least `nbytes` in total or all there are."""
         with self._lock:
-            return self._next_to_go(nbytes)
+            return self._next_victims(nbytes)
 
     # -- working bytes ------------------------------------------------------------------------
 
@@ -201,12 +201,10 @@ class BlockPool:
     # -- readings -----------------------------------------------------------------------------
 
     def keys(self) -> set[PartKey]:
-        """Return the keys of all parts in the pool."""
         with self._lock:
             return set(self._entries)
 
     def usage(self) -> PoolUsage:
-        """Return a consistent snapshot of all counters."""
         with self._lock:
             return PoolUsage(
                 total=self._budget,
@@ -260,9 +258,9 @@ class BlockPool:
                 f"{self._held_bytes + self._working_bytes} of {self._budget} are in use",
                 retry_after_s=1.0,
             )
-        return self._remove(self._next_to_go(excess, spared))
+        return self._remove(self._next_victims(excess, spared))
 
-    def _next_to_go(self, excess: int, spared: Collection[PartKey] = ()) -> list[PartKey]:
+    def _next_victims(self, excess: int, spared: Collection[PartKey] = ()) -> list[PartKey]:
         """Return the least recently used idle parts that add up to at least `excess` bytes."""
         victims: list[PartKey] = []
         for key in self._idle:

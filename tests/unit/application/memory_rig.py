@@ -356,7 +356,7 @@ class MemoryRig:
             names.append(name)
             chain, start, pointer = name, end, name
         if self.spec.num_window:
-            self.store.settle(names, pointer or chain, sorted(ends))
+            self.store.settle_windows(names, pointer or chain, sorted(ends))
         return pointer, start
 
     def talk(

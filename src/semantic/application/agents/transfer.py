@@ -240,7 +240,7 @@ class AgentTransfer:
             if sealed is not None:
                 names[name] = sealed
                 end = part.start + part.num_tokens
-                store.settle([sealed], sealed, [end])
+                store.settle_windows([sealed], sealed, [end])
         return names
 
 

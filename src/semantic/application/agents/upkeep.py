@@ -115,7 +115,7 @@ class Upkeep:
             packed = b"".join(node.tokens for node in chain)[: pointer.num_tokens * TOKEN_BYTES]
         else:  # the last blocks are evicted, or in another format: find the prefix by its tokens
             packed = pack_tokens(self._agents.tokens(agent))
-        state = state_of(self._store.find(root, packed), pointer.num_tokens)
+        state = state_of(self._store.find_prefix(root, packed), pointer.num_tokens)
         note = self.formats.note(agent.tenant, pointer.root) if root != pointer.root else ""
         return replace(state, note=note)
 
@@ -363,7 +363,7 @@ class Upkeep:
         root = self.formats.root_for(agent, pointer)
         if root not in self._store.roots:
             return ()
-        return self._store.find(root, pack_tokens(self._agents.tokens(agent))).parts
+        return self._store.find_prefix(root, pack_tokens(self._agents.tokens(agent))).parts
 
     def _ledger_pointers(self, *, but: Agent) -> list[Pointer]:
         others = [

@@ -112,7 +112,6 @@ class BlockCollector:
             return self._drop([WantedPart(node, kind) for node in nodes for kind in kinds])
 
     def _drop(self, parts: Sequence[WantedPart]) -> int:
-        """Drop parts from disk and memory; returns the bytes freed on disk."""
         with self._tiers.lock:
             freed = self._store.drop_files(parts)
             self._store.drop_payloads(parts)

@@ -58,19 +58,17 @@ class BlockNode:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the block."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
     def end(self) -> int:
-        """Position after its last token."""
         return self.start + self.num_tokens
 
     def has(self, kind: LayerKind) -> bool:
         """Whether a part is in memory, on disk or in the object store."""
         return kind in self.payloads or kind in self.files or kind in self.remote
 
-    def unread(self, kind: LayerKind) -> BlockPart | None:
+    def part_to_read(self, kind: LayerKind) -> BlockPart | None:
         """Return the part to read, from disk if possible, else from the object store.
 
         None if the part is in memory or nowhere.
@@ -90,7 +88,6 @@ class BlockNode:
         return sum([part.nbytes for part in tuple(self.files.values())])
 
     def part(self, kind: LayerKind) -> BlockPart:
-        """Describe a part for the writer."""
         return BlockPart(
             self.root, self.name, self.parent, kind, self.start, self.tokens, 0, self.last_used
         )
@@ -206,7 +203,6 @@ class BlockIndex:
         return iter(self._nodes.values())
 
     def get(self, name: BlockName) -> BlockNode | None:
-        """Find a node by its name."""
         return self._nodes.get(name)
 
     def touch(self, chain: Sequence[BlockNode], at: float) -> None:
@@ -225,22 +221,18 @@ class BlockIndex:
         self._nodes = OrderedDict((node.name, node) for node in nodes)
 
     def disk_bytes(self, root: BlockName) -> int:
-        """Return the bytes on disk of one root's blocks."""
         return self._disk_bytes[root]
 
     def has_file(self, key: PartKey) -> bool:
-        """Whether a part is on disk."""
         node = self._nodes.get(key[0])
         return node is not None and key[1] in node.files
 
     def put_payloads(self, node: BlockNode, payloads: Mapping[LayerKind, KVPayload]) -> None:
-        """Record that parts of a node are in memory."""
         node.payloads.update(payloads)
         self.version += len(payloads)
         self.note_change(node.name)
 
     def pop_payload(self, node: BlockNode, kind: LayerKind) -> None:
-        """Remove a node's part in memory."""
         del node.payloads[kind]
         self.version += 1
         self.note_change(node.name)
@@ -358,7 +350,6 @@ class BlockIndex:
         ]
 
     def has_followers(self, node: BlockNode) -> bool:
-        """Whether the index knows a block that follows this one."""
         return node.name in self._followers
 
     def pin(self, names: Iterable[BlockName]) -> None:

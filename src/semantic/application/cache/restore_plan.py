@@ -21,7 +21,7 @@ from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import KVPayload
 from semantic.ports.inbound import StateView
 
-_MEMORY = 0.9  # weight of earlier measurements at each new one
+_DECAY = 0.9  # weight of earlier measurements at each new one
 _HALF_LIFE_S = 60.0  # without new measurements, the estimated read time halves in this time
 
 
@@ -34,16 +34,15 @@ class WantedPart:
 
     @property
     def key(self) -> PartKey:
-        """Unique key of the part."""
         return (self.node.name, self.kind)
 
-    def near_part(self) -> BlockPart | None:
+    def disk_part(self) -> BlockPart | None:
         """Return the part to read from disk; None if it is in memory or not on disk."""
         return self.node.files.get(self.kind) if self.kind not in self.node.payloads else None
 
-    def far_part(self) -> BlockPart | None:
+    def remote_part(self) -> BlockPart | None:
         """Return the part to read from the object store; None if it is in memory or on disk."""
-        return None if self.near_part() else self.node.unread(self.kind)
+        return None if self.disk_part() else self.node.part_to_read(self.kind)
 
 
 @dataclass(slots=True, eq=False)
@@ -153,8 +152,8 @@ class ReadCost:
                 return
             # Weighted by bytes: many small files must not make large ones look slow. Concurrent
             # reads share the elapsed time.
-            self._seconds = self._seconds * _MEMORY + elapsed / num_reading
-            self._bytes = self._bytes * _MEMORY + nbytes
+            self._seconds = self._seconds * _DECAY + elapsed / num_reading
+            self._bytes = self._bytes * _DECAY + nbytes
             self._measured_at = ended
 
     def seconds_to_read(self, nbytes: int) -> float:
@@ -200,8 +199,8 @@ def worth_reading(
     if not seconds_per_token:
         return plan
     for seconds_to_read, part_to_read in (
-        (costs.remote, WantedPart.far_part),
-        (costs.disk, WantedPart.near_part),
+        (costs.remote, WantedPart.remote_part),
+        (costs.disk, WantedPart.disk_part),
     ):
         if seconds_to_read is None:
             continue

@@ -90,12 +90,12 @@ class AgentCacheStore:
         packed = pack_tokens(tokens)
         with self._lock:
             self.roots.add(root)
-            plan = self.find(root, packed)
+            plan = self.find_prefix(root, packed)
             if is_used:
-                self.use(plan.parts)
+                self.touch_parts(plan.parts)
             return plan
 
-    def find(self, root: BlockName, packed: bytes) -> RestorePlan:
+    def find_prefix(self, root: BlockName, packed: bytes) -> RestorePlan:
         """Like `plan`, for packed tokens and without side effects."""
         spec = self.spec
         with self._lock:
@@ -180,7 +180,7 @@ class AgentCacheStore:
     ) -> BlockName | None:
         """Keep the block that follows `parent`; parts that are already known are not stored twice.
 
-        Window parts stay in memory only, until `settle` decides which of them to write.
+        Window parts stay in memory only, until `settle_windows` decides which of them to write.
 
         Args:
             root: Root of the tenant's block names.
@@ -211,7 +211,7 @@ class AgentCacheStore:
             self.tiers.free_tails(node)
             return node.name
 
-    def use(self, parts: Sequence[WantedPart]) -> None:
+    def touch_parts(self, parts: Sequence[WantedPart]) -> None:
         """Mark parts as just used, so that the end of a chain is evicted before its beginning."""
         with self._lock:
             now = self._now()
@@ -221,19 +221,19 @@ class AgentCacheStore:
                 if wanted.kind is not LayerKind.FULL:
                     wanted.node.last_kept = now
 
-    def touch(self, name: BlockName) -> None:
+    def touch_chain(self, name: BlockName) -> None:
         """Mark all blocks of the chain up to a block as just used."""
         with self._lock:
-            self.use([WantedPart(node, LayerKind.FULL) for node in self._index.chain(name)])
+            self.touch_parts([WantedPart(node, LayerKind.FULL) for node in self._index.chain(name)])
 
-    def add(self, name: BlockName, payloads: Sequence[KVPayload]) -> None:
+    def add_parts(self, name: BlockName, payloads: Sequence[KVPayload]) -> None:
         """Keep further parts of a block, if there is room."""
         with self._lock:
             node = self._index.get(name)
             if node is not None:
                 self._keep(node, payloads, self._index.chain(node.parent))
 
-    def settle(
+    def settle_windows(
         self, sealed: Iterable[BlockName], last: BlockName, boundaries: Sequence[int]
     ) -> None:
         """Write the window parts of a turn's blocks that its boundaries need, and drop the others.
@@ -275,7 +275,6 @@ class AgentCacheStore:
                 raise
 
     def unreserve(self, nbytes: int) -> None:
-        """Undo `reserve`."""
         self._pool.unreserve(nbytes)
 
     def resize(self, nbytes: int) -> None:
@@ -284,7 +283,6 @@ class AgentCacheStore:
             self.tiers.resize(nbytes)
 
     def usage(self) -> PoolUsage:
-        """Return the pool's counters."""
         return self._pool.usage()
 
     @property
@@ -348,7 +346,6 @@ class AgentCacheStore:
             return self.tiers.is_writing
 
     def is_on_disk(self, pointer: Pointer) -> bool:
-        """Whether all blocks up to a pointer are on disk and none of their parts is dirty."""
         with self._lock:
             return self.tiers.is_on_disk(pointer)
 
@@ -360,7 +357,6 @@ class AgentCacheStore:
             return list(self._index)
 
     def get(self, name: BlockName) -> BlockNode | None:
-        """Find a block by its name."""
         with self._lock:
             return self._index.get(name)
 
@@ -370,7 +366,6 @@ class AgentCacheStore:
             return self._index.chain(name)
 
     def disk_bytes(self, root: BlockName) -> int:
-        """Return the bytes on disk of one root's blocks."""
         return self._index.disk_bytes(root)
 
     def used_files(self, since: float) -> list[PartKey]:
@@ -395,7 +390,6 @@ class AgentCacheStore:
     def _keep(
         self, node: BlockNode, payloads: Sequence[KVPayload], chain: Sequence[BlockNode] = ()
     ) -> bool:
-        """Keep parts in memory; False if there is no room."""
         try:
             kinds = self.tiers.keep(node, payloads, chain)
         except PoolExhaustedError:
@@ -423,5 +417,5 @@ class AgentCacheStore:
             return False
         node.last_used = self._now()
         is_kept = self._keep(node, payloads, chain)
-        self.use([WantedPart(link, LayerKind.FULL) for link in (*chain, node)])
+        self.touch_parts([WantedPart(link, LayerKind.FULL) for link in (*chain, node)])
         return is_kept

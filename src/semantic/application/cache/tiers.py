@@ -131,7 +131,6 @@ class BlockTiers:
             self._prefetches = deque(w for w in self._prefetches if w.key not in leased)
 
     def end_lease(self, parts: Sequence[WantedPart]) -> None:
-        """Undo `lease`."""
         with self.lock:
             for wanted in parts:
                 self._end_lease(wanted.node)
@@ -144,7 +143,6 @@ class BlockTiers:
 
     @property
     def reading_bytes(self) -> int:
-        """Bytes reserved for parts that are being read."""
         with self.lock:
             return sum(reading.nbytes for reading in self._reading.values())
 
@@ -220,17 +218,17 @@ class BlockTiers:
 
     def is_unread(self, wanted: WantedPart) -> bool:
         """Whether a part must be read, and is not being read already."""
-        is_somewhere = wanted.node.unread(wanted.kind) is not None
+        is_somewhere = wanted.node.part_to_read(wanted.kind) is not None
         return self.disk is not None and is_somewhere and wanted.key not in self._reading
 
     def room_for(self, wanted: WantedPart) -> int:
         """Return an upper bound of the memory that reading a part takes; 0 if it is in memory."""
-        part = wanted.node.unread(wanted.kind)
+        part = wanted.node.part_to_read(wanted.kind)
         return self.disk.room_for(part) if self.disk is not None and part is not None else 0
 
     def _begin_reading(self, wanted: WantedPart, waiting: list[HeldPart]) -> bool:
         """Reserve room for a part and start reading it; False if there is no room."""
-        part, nbytes = wanted.node.unread(wanted.kind), self.room_for(wanted)
+        part, nbytes = wanted.node.part_to_read(wanted.kind), self.room_for(wanted)
         source = self.disk if wanted.kind in wanted.node.files else self.remote
         assert part is not None and source is not None  # noqa: S101, PT018 - callers check
         try:
@@ -275,7 +273,7 @@ class BlockTiers:
         if error is not None:
             is_bad = isinstance(error, CacheCorruptionError)
             # A waiting caller may have discarded the file already.
-            if is_bad and wanted.node.unread(wanted.kind) is reading.part:
+            if is_bad and wanted.node.part_to_read(wanted.kind) is reading.part:
                 self.lose_file(wanted)
             return error
         self.counts.restored += 1

@@ -41,7 +41,7 @@ NUM_READERS = max(2, min(16, os.cpu_count() or 1))
 _MAX_BATCH = 256
 _MAX_BATCH_BYTES = 64 * 2**20  # rows are written at least this often: a crash must not lose many
 _RETRY_S = 0.5
-_TELL_AGAIN_S = 60.0
+_LOG_AGAIN_S = 60.0
 _MAX_WAITING_TURNS = 1024
 _SLACK = 0.02  # share of the budget freed in advance, so that not every file evicts
 _FILE_OVERHEAD = 4096  # upper bound of a file's size beyond its payload and token ids
@@ -118,7 +118,7 @@ class DiskTier:
         self._queued_bytes = 0
         self.cost = ReadCost()
         self._problems: dict[str, str] = {}  # by source: "files" or "ledger"
-        self._told_at: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
         self._is_drained = threading.Event()
         self._is_closed = False
         self._has_ended = False
@@ -137,7 +137,6 @@ class DiskTier:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes queued for writing."""
         with self._lock:
             return self._queued_bytes
 
@@ -191,7 +190,6 @@ class DiskTier:
         return read_by(self._readers, self._read, part)
 
     def room_for(self, part: BlockPart) -> int:
-        """Return an upper bound of the memory that reading a part takes."""
         return self._files.room_for(part)
 
     @property
@@ -341,8 +339,8 @@ class DiskTier:
         with self._lock:
             self._problems[source] = problem
         now = time.monotonic()
-        if problem and now - self._told_at.get(problem, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
-            self._told_at[problem] = now
+        if problem and now - self._logged_at.get(problem, -_LOG_AGAIN_S) >= _LOG_AGAIN_S:
+            self._logged_at[problem] = now
             _log.warning("agents' turns and state cannot be written: %s", problem)
 
 
@@ -385,7 +383,6 @@ class _RowWriter:
 
     @property
     def has_unwritten(self) -> bool:
-        """Whether changes wait for the next `apply`."""
         return bool(self._unwritten)
 
     def add(self, changes: Sequence[LedgerChange], done: Future[None] | None = None) -> None:

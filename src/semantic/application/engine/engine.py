@@ -259,7 +259,7 @@ class BlockPoolBatchEngine:
     def _admit(self, generation: Generation) -> bool:
         """Open a waiting request in the backend; returns False if memory is short."""
         while True:
-            source = self._sharing.choose(generation, self._scheduler.running)
+            source = self._sharing.choose_source(generation, self._scheduler.running)
             taken = source.seq if source and source.is_taken_over else None
             seq = SequenceId(next(self._sequence_ids)) if taken is None else taken
             if self._memory.admit(seq, len(generation.tokens)):
@@ -268,7 +268,7 @@ class BlockPoolBatchEngine:
                 return False
         generation.seq = seq
         self._scheduler.admit(generation)
-        self._attempt(generation, lambda it: self._sharing.open(it, source))
+        self._attempt(generation, lambda it: self._sharing.open_sequence(it, source))
         self._advance(generation, self._restore_bytes())
         if generation.prefix.is_starved and len(self._scheduler.running) > 1:
             self._close(generation)
@@ -303,7 +303,7 @@ class BlockPoolBatchEngine:
             if retried is None and len(starved) > 1:
                 self._preempt(self._scheduler.victim() or starved[0])
             elif not self._memory.tighten(retried or starved[0]):
-                self._attempt(retried or starved[0], self._sharing.settle_for_loaded)
+                self._attempt(retried or starved[0], self._sharing.end_restore_early)
             for generation in starved:
                 self._advance(generation, self._restore_bytes())
 
@@ -312,9 +312,9 @@ class BlockPoolBatchEngine:
         if (restore := generation.prefix.restore) is None:
             return 0
         before = restore.num_bytes
-        self._attempt(generation, lambda it: self._sharing.advance(it, max_bytes))
+        self._attempt(generation, lambda it: self._sharing.advance_restore(it, max_bytes))
         while generation.prefix.is_starved and self._memory.close_oldest_idle():
-            self._attempt(generation, lambda it: self._sharing.advance(it, max_bytes))
+            self._attempt(generation, lambda it: self._sharing.advance_restore(it, max_bytes))
         return restore.num_bytes - before
 
     def _attempt(self, generation: Generation, work: Callable[[Generation], None]) -> None:

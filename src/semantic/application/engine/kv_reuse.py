@@ -105,11 +105,13 @@ class PrefixSharing:
                 return True
         return False
 
-    def choose(self, generation: Generation, running: Sequence[Generation]) -> OpenSource | None:
+    def choose_source(
+        self, generation: Generation, running: Sequence[Generation]
+    ) -> OpenSource | None:
         """Return the open sequence to start from; None if sealed blocks cover more tokens."""
         best: OpenSource | None = None
         plan = self._plan(generation)
-        self._store.use(plan.parts)  # so that making room for the sequence evicts other blocks
+        self._store.touch_parts(plan.parts)  # so that making room evicts other blocks
         num_tokens = plan.end
         idle = self._idle.best_for(generation)
         if idle is not None and idle[1] >= num_tokens:
@@ -126,10 +128,10 @@ class PrefixSharing:
                 best = OpenSource(other.seq, shared)
         return best
 
-    def open(self, generation: Generation, source: OpenSource | None) -> None:
-        """Open a request's sequence from another one, or start a restore that `advance` continues.
+    def open_sequence(self, generation: Generation, source: OpenSource | None) -> None:
+        """Open a request's sequence from another one, or start to restore it.
 
-        Mutates the request.
+        `advance_restore` continues a restore. Mutates the request.
 
         Raises:
             InvalidRequestError: the backend refuses the tokens.
@@ -147,7 +149,7 @@ class PrefixSharing:
             return
         self._begin_restore(generation, plan)
 
-    def advance(self, generation: Generation, max_bytes: int) -> None:
+    def advance_restore(self, generation: Generation, max_bytes: int) -> None:
         """Load more of a sequence that is being restored; mutates the request.
 
         If blocks cannot be loaded, the sequence starts again: without the corrupt blocks or, if the
@@ -166,7 +168,7 @@ class PrefixSharing:
         if is_complete:
             self._resume_restored(generation, restore, restore.plan)
 
-    def settle_for_loaded(self, generation: Generation) -> None:
+    def end_restore_early(self, generation: Generation) -> None:
         """End a restore early and compute the rest of the tokens.
 
         Keeps the loaded part if the model can resume anywhere; otherwise computes all tokens.
@@ -213,10 +215,10 @@ class PrefixSharing:
         elif start == end and sealing.last_start < end:
             self._seal_end(generation)
         last = sealing.pointer or sealing.chain
-        self._store.touch(last)
+        self._store.touch_chain(last)
         if self._backend.spec.num_window:
             boundaries = [*generation.job.boundaries, generation.num_prompt, end]
-            self._store.settle(sealing.names, last, boundaries)
+            self._store.settle_windows(sealing.names, last, boundaries)
         trace.sealed = time.monotonic()
 
     # -- inside ---------------------------------------------------------------------------------
@@ -316,7 +318,9 @@ class PrefixSharing:
         """Add the recurrent state to a last block that was sealed before the reply ended there."""
         kinds = [k for k in self._backend.spec.kinds if k is LayerKind.STATE]
         start, end = generation.sealing.last_start, generation.progress.num_computed
-        self._store.add(generation.sealing.chain, self._snapshots(generation, start, end, kinds))
+        self._store.add_parts(
+            generation.sealing.chain, self._snapshots(generation, start, end, kinds)
+        )
 
     def _keep(
         self, generation: Generation, start: int, end: int, payloads: list[KVPayload]

@@ -175,7 +175,7 @@ class _Cache:
             try:
                 self.files.read(part)
             except CacheCorruptionError as error:
-                bad.append((self.files.place(part), error.message))
+                bad.append((self.files.relative_path(part), error.message))
                 self.files.quarantine(part)
                 sound.remove(part)
         self._write_index(sound)

@@ -48,11 +48,11 @@ def test_the_version_changes_with_what_a_plan_depends_on_and_nothing_else() -> N
     assert name is not None
     versions.append(store.version)
     (full,) = payload(0, 8)
-    store.add(name, [replace(full, kind=LayerKind.STATE)])
+    store.add_parts(name, [replace(full, kind=LayerKind.STATE)])
     versions.append(store.version)
     plan = store.plan(ROOT, [1] * 8)
-    store.use(plan.parts)
-    store.touch(name)
+    store.touch_parts(plan.parts)
+    store.touch_chain(name)
     assert store.version == versions[-1]
     assert store.drop_payloads(plan.parts) == 1
     versions.append(store.version)
@@ -138,7 +138,7 @@ def test_a_block_takes_as_long_to_seal_however_many_it_follows(num_old: int) -> 
 
 def test_what_was_used_gives_way_from_its_end() -> None:
     store = store_of(6)
-    store.touch(seal_chain(store, 1, 6)[-1])
+    store.touch_chain(seal_chain(store, 1, 6)[-1])
     seal_chain(store, 2, 2)
     assert store.plan(ROOT, [1] * 48).end == 32
 

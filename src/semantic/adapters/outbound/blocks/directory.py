@@ -189,14 +189,14 @@ class DirectoryLock:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._take(directory)
         except OSError as error:
-            self._let_go()
+            self._release()
             reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
             raise CachePersistenceError(
                 f"{self.path} cannot be locked: {reason}. Let the directory belong to "
                 "whoever runs the server, or choose another --cache-dir."
             ) from error
         except InvalidRequestError:
-            self._let_go()
+            self._release()
             raise
 
     def __enter__(self) -> "DirectoryLock":
@@ -217,9 +217,9 @@ class DirectoryLock:
                 os.ftruncate(self._handles[-1], 0)
                 if is_refused:
                     os.pwrite(self._handles[-1], self._found, 0)
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         while self._handles:
             os.close(self._handles.pop())
 

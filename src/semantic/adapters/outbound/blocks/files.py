@@ -77,33 +77,31 @@ class BlockTree:
         self._numbers = itertools.count()
 
     def shard(
-        self, place: FilePath, *, is_made: bool = False, is_synced: bool = False
+        self, path: FilePath, *, is_made: bool = False, is_synced: bool = False
     ) -> contextlib.AbstractContextManager[int]:
         """Open the directory of a file; with `is_made`, create missing directories.
 
         Raises:
             OSError: the directory is missing, or a link or a file is in its place.
         """
-        levels = (BLOCKS, place.root, place.shard)
+        levels = (BLOCKS, path.root, path.shard)
         return self._opened(*levels, is_made=is_made, is_synced=is_synced)
 
-    def places(self) -> Iterator[FilePath]:
-        """Iterate over all files named like a block or an unfinished file."""
+    def paths(self) -> Iterator[FilePath]:
         return (FilePath(*names) for names in listing.block_files(self._opened))
 
     def empty_quarantine(self, before: float) -> int:
-        """Remove files quarantined up to `before`, ignoring failures; returns the bytes freed."""
         return listing.empty_quarantine(self._opened, before)
 
-    def quarantine(self, place: FilePath) -> None:
+    def quarantine(self, path: FilePath) -> None:
         """Move a file to quarantine.
 
         Raises:
             OSError: the file is missing or cannot be moved.
         """
-        name = f"{time.time_ns() // 10**6:013}-{next(self._numbers)}-{place.name}"
-        with self.shard(place) as source, self._opened(QUARANTINE, is_made=True) as target:
-            os.rename(place.name, name, src_dir_fd=source, dst_dir_fd=target)
+        name = f"{time.time_ns() // 10**6:013}-{next(self._numbers)}-{path.name}"
+        with self.shard(path) as source, self._opened(QUARANTINE, is_made=True) as target:
+            os.rename(path.name, name, src_dir_fd=source, dst_dir_fd=target)
 
     @contextlib.contextmanager
     def _opened(
@@ -202,29 +200,29 @@ class SafetensorsCache:
     def write(self, part: BlockPart, payload: KVPayload, *, is_synced: bool) -> BlockPart:
         fingerprint = self.fingerprint_of(part.root)
         pieces = block_format.compose(part, payload, self._codec, fingerprint)
-        place = FilePath.of(part)
+        path = FilePath.of(part)
         if self._cipher is not None:
-            pieces = encryption.encrypt(pieces, self._cipher, place.name.encode())
+            pieces = encryption.encrypt(pieces, self._cipher, path.name.encode())
         with (
-            _refusal("a block could not be written"),
-            self._tree.shard(place, is_made=True, is_synced=is_synced) as directory,
+            _as_domain_error("a block could not be written"),
+            self._tree.shard(path, is_made=True, is_synced=is_synced) as directory,
         ):
-            num_bytes = self._write(place.name, directory, pieces, is_synced=is_synced)
+            num_bytes = self._write(path.name, directory, pieces, is_synced=is_synced)
         return replace(part, nbytes=num_bytes)
 
     def read(self, part: BlockPart) -> KVPayload:
         return self.parse(part, self.content(part))
 
     def content(self, part: BlockPart) -> memoryview:
-        place = FilePath.of(part)
+        path = FilePath.of(part)
         with (
-            _refusal("a block could not be read", CacheCorruptionError),
-            self._tree.shard(place) as directory,
+            _as_domain_error("a block could not be read", CacheCorruptionError),
+            self._tree.shard(path) as directory,
         ):
-            return _read_file(place.name, directory, part.nbytes)
+            return _read_file(path.name, directory, part.nbytes)
 
     def parse(self, part: BlockPart, content: memoryview) -> KVPayload:
-        stored, payload = block_format.read(self._opened(part, content), self._codec)
+        stored, payload = block_format.read(self._decrypted(part, content), self._codec)
         if replace(stored, nbytes=part.nbytes, last_used=part.last_used) != part:
             raise CacheCorruptionError("the file holds a different part")
         return payload
@@ -234,19 +232,22 @@ class SafetensorsCache:
         return self._codec.max_decoded_bytes(max(payload, 0))
 
     def delete(self, part: BlockPart) -> None:
-        place = FilePath.of(part)
+        path = FilePath.of(part)
         with (
-            _refusal("a block could not be deleted"),
+            _as_domain_error("a block could not be deleted"),
             contextlib.suppress(FileNotFoundError),
-            self._tree.shard(place) as directory,
+            self._tree.shard(path) as directory,
         ):
-            self._remove(place.name, directory)
+            self._remove(path.name, directory)
 
     def quarantine(self, part: BlockPart) -> None:
-        place = FilePath.of(part)
-        with _refusal("a bad block could not be moved"), contextlib.suppress(FileNotFoundError):
-            self._quarantine(place)
-            _log.info("%s is bad and is now in quarantine", place)
+        path = FilePath.of(part)
+        with (
+            _as_domain_error("a bad block could not be moved"),
+            contextlib.suppress(FileNotFoundError),
+        ):
+            self._quarantine(path)
+            _log.info("%s is bad and is now in quarantine", path)
 
     def empty_quarantine(self, *, before: float) -> int:
         with self._lock:
@@ -259,17 +260,17 @@ class SafetensorsCache:
         # One header per root is enough. No lock is needed, since nothing changes.
         found: dict[str, BlockOrigin] = {}
         numbers: Counter[str] = Counter()
-        for place in self._tree.places():
-            if place.is_temporary:
+        for path in self._tree.paths():
+            if path.is_temporary:
                 continue
-            numbers[place.root] += 1
-            if place.root in found or numbers[place.root] > _MAX_TRIED:
+            numbers[path.root] += 1
+            if path.root in found or numbers[path.root] > _MAX_TRIED:
                 continue
             with contextlib.suppress(CacheCorruptionError, OSError, ValueError):
-                found[place.root] = self._origin(place)
+                found[path.root] = self._origin(path)
         return [replace(found[r], num_files=n) for r, n in numbers.most_common() if r in found]
 
-    def place(self, part: BlockPart) -> str:
+    def relative_path(self, part: BlockPart) -> str:
         """The path of a part's file relative to the cache directory, for messages."""
         return str(FilePath.of(part))
 
@@ -280,19 +281,19 @@ class SafetensorsCache:
         `on_removed` with the name of each quarantined file and the reason; None logs them.
         """
         num_removed = 0
-        for place in self._tree.places():
-            if place.name.startswith(self._token):
+        for path in self._tree.paths():
+            if path.name.startswith(self._token):
                 continue
             try:
-                part = self._identified(place)
+                part = self._identified(path)
             except CacheCorruptionError as error:
                 with contextlib.suppress(OSError):
-                    self._quarantine(place)
+                    self._quarantine(path)
                     num_removed += 1
                     if on_removed is not None:
-                        on_removed(str(place), error.message)
+                        on_removed(str(path), error.message)
                     elif num_removed <= _MAX_LOGGED:
-                        _log.warning("%s is now in quarantine: %s", place, error.message)
+                        _log.warning("%s is now in quarantine: %s", path, error.message)
             except OSError:
                 continue
             else:
@@ -313,7 +314,7 @@ class SafetensorsCache:
 
     # -- files ----------------------------------------------------------------------------------
 
-    def _opened(self, part: BlockPart, content: memoryview) -> memoryview:
+    def _decrypted(self, part: BlockPart, content: memoryview) -> memoryview:
         if self._cipher is None:
             return content
         plain = encryption.decrypt(content, self._cipher, FilePath.of(part).name.encode())
@@ -322,24 +323,24 @@ class SafetensorsCache:
         opened[:] = plain
         return opened
 
-    def _identified(self, place: FilePath) -> BlockPart:
-        if place.is_temporary:
+    def _identified(self, path: FilePath) -> BlockPart:
+        if path.is_temporary:
             raise CacheCorruptionError("the file was not finished")
         try:
-            with self._tree.shard(place) as directory:
-                head, tokens, status = _read_beginning(place.name, directory, self._cipher)
+            with self._tree.shard(path) as directory:
+                head, tokens, status = _read_beginning(path.name, directory, self._cipher)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise CacheCorruptionError("the file is a link") from error
         part = block_format.identify(head, tokens, status.st_size, status.st_mtime)
-        if place != FilePath.of(part):
+        if path != FilePath.of(part):
             raise CacheCorruptionError("the file is not where it belongs")
         return part
 
-    def _origin(self, place: FilePath) -> BlockOrigin:
-        with self._tree.shard(place) as directory:
-            head, _, _ = _read_beginning(place.name, directory, self._cipher)
+    def _origin(self, path: FilePath) -> BlockOrigin:
+        with self._tree.shard(path) as directory:
+            head, _, _ = _read_beginning(path.name, directory, self._cipher)
         root = BlockName(bytes.fromhex(head.field("root")))
         return BlockOrigin(
             root, head.field("fingerprint"), head.field("abi"), head.field("kv_format")
@@ -362,9 +363,9 @@ class SafetensorsCache:
             os.fsync(directory)
         return num_bytes
 
-    def _quarantine(self, place: FilePath) -> None:
+    def _quarantine(self, path: FilePath) -> None:
         with self._lock:  # keeps `used_bytes` from counting the file twice
-            self._tree.quarantine(place)
+            self._tree.quarantine(path)
 
     def _remove(self, name: str, directory: int) -> None:
         with self._lock:
@@ -375,7 +376,9 @@ class SafetensorsCache:
 
 
 @contextlib.contextmanager
-def _refusal(problem: str, kind: type[SemanticError] = CachePersistenceError) -> Iterator[None]:
+def _as_domain_error(
+    problem: str, kind: type[SemanticError] = CachePersistenceError
+) -> Iterator[None]:
     """Convert the system's errors to domain errors."""
     try:
         yield

@@ -64,7 +64,7 @@ FORMATS: Final[dict[int, KVFormat]] = {16: "raw", 8: "q8g64", 4: "q4g64"}
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class FileTensor:
     """A tensor's dtype code, shape, and byte range ``[start, end)`` within the file."""
 
     code: str
@@ -78,7 +78,7 @@ class Head:
     """A file's header; its tensors are known to fill the file without gaps or overlaps."""
 
     metadata: dict[str, str]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, FileTensor]
 
     def field(self, name: str) -> str:
         """One entry of the metadata; raises `CacheCorruptionError` if it is missing."""
@@ -88,7 +88,7 @@ class Head:
             raise CacheCorruptionError(f"the file's header lacks {name}") from None
 
     @property
-    def tokens(self) -> Tensor:
+    def tokens(self) -> FileTensor:
         """The tensor of the token ids; raises `CacheCorruptionError` if it is missing."""
         tensor = self.tensors.get(_TOKENS)
         if tensor is None or tensor.code != "U32" or len(tensor.shape) != 1 or not tensor.shape[0]:
@@ -299,13 +299,13 @@ def read_head(beginning: memoryview, file_size: int) -> Head:
     return Head(metadata, tensors)
 
 
-def _tensor(entry: object, first: int) -> Tensor:
+def _tensor(entry: object, first: int) -> FileTensor:
     match entry:
         case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(start), int(end)]}:
             numbers = (*shape, start, end)
             are_sizes = {*map(type, numbers)} == {int} and min(numbers) >= 0
             if are_sizes and math.prod(shape) * _SIZES.get(code, -1) == end - start:
-                return Tensor(code, tuple(shape), first + start, first + end)
+                return FileTensor(code, tuple(shape), first + start, first + end)
     raise CacheCorruptionError("the file's header describes an impossible tensor")
 
 
@@ -337,10 +337,10 @@ def read_beginning(
     if end > len(content):
         content = memoryview(read(end, 0))
     head = read_head(content, file_size)
-    place = head.tokens
-    if place.end <= len(content):
-        return head, bytes(content[place.start : place.end])
-    return head, read(place.end - place.start, place.start)
+    ids = head.tokens
+    if ids.end <= len(content):
+        return head, bytes(content[ids.start : ids.end])
+    return head, read(ids.end - ids.start, ids.start)
 
 
 def identify(head: Head, tokens: bytes, nbytes: int, last_used: float) -> BlockPart:

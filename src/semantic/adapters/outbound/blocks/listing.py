@@ -19,7 +19,7 @@ _FILE = rf"(?:[0-9a-f]{{64}}\.(?:{_KINDS}){re.escape(SUFFIX)}|[0-9a-f]{{16}}-[0-
 _IS_FILE = re.compile(_FILE).fullmatch
 _IS_ROOT = re.compile("[0-9a-f]{16}").fullmatch
 _IS_SHARD = re.compile("[0-9a-f]{2}").fullmatch
-_IS_SET_ASIDE = re.compile(rf"([0-9]{{13}})-[0-9]+-{_FILE}").fullmatch
+_IS_QUARANTINED = re.compile(rf"([0-9]{{13}})-[0-9]+-{_FILE}").fullmatch
 
 # Opens a directory by the names that lead to it from the cache directory.
 OpenDirectory: TypeAlias = Callable[..., contextlib.AbstractContextManager[int]]
@@ -39,7 +39,7 @@ def empty_quarantine(opened: OpenDirectory, before: float) -> int:
     names = _names(opened, QUARANTINE, is_directory=False)
     with contextlib.suppress(OSError), opened(QUARANTINE) as handle:
         for name in names:
-            match = _IS_SET_ASIDE(name)
+            match = _IS_QUARANTINED(name)
             if match is None or int(match[1]) > before * 1000:
                 continue
             with contextlib.suppress(OSError):

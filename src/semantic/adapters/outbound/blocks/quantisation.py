@@ -77,7 +77,6 @@ class FloatFormat:
             np.copyto(out, singles, casting="same_kind")
 
     def widened(self, numbers: Array) -> Singles:
-        """Convert to a new float32 array."""
         singles = np.empty(numbers.shape, np.float32)
         self.widen(numbers, singles)
         return singles
