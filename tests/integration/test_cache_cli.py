@@ -74,6 +74,20 @@ def test_verify_removes_bad_files_and_says_so(
         assert running.server.memory.cache.store.counts.corrupt == 0
 
 
+def test_verify_compares_files_with_the_index(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server refuses a file that differs from its row, so `verify` must not call it sound."""
+    with contextlib.closing(sqlite3.connect(home / "cache" / "ledger.db")) as ledger, ledger:
+        ledger.execute("UPDATE parts SET nbytes = nbytes + 1 WHERE start = 0")
+    assert main(["cache", "verify", "--home", str(home)]) == 1
+    assert ": 1 bad file; the ledger is sound" in capsys.readouterr().out
+    with run_server(make_settings(home)) as running:
+        for agent in QUESTIONS:
+            talk(running, agent)
+        assert running.server.memory.cache.store.counts.corrupt == 0
+
+
 def test_gc_empties_quarantine_of_what_is_old(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

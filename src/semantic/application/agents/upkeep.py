@@ -20,7 +20,7 @@ from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskTier
 from semantic.application.prompt.replay import REPLAY_TTL_S
 from semantic.domain.agents import Agent, Pointer
-from semantic.domain.blocks import TOKEN_BYTES, BlockName, pack_tokens
+from semantic.domain.blocks import TOKEN_BYTES, BlockName, BlockPart, pack_tokens
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
 from semantic.ports.inbound import CheckProgress, StateView
 from semantic.ports.storage import (
@@ -201,8 +201,14 @@ class Upkeep:
         if self._agents.storage is not None:
             self._agents.storage.refresh()
 
-    def verify(self) -> Iterator[CheckProgress]:
-        """Check every block file; damaged ones go to quarantine and are recomputed when needed."""
+    def verify(
+        self, on_bad: Callable[[BlockPart, str], None] | None = None
+    ) -> Iterator[CheckProgress]:
+        """Check every block file; damaged ones go to quarantine and are recomputed when needed.
+
+        Args:
+            on_bad: Called with each damaged part and the reason; None logs them.
+        """
         parts = [WantedPart(n, kind) for n in self._store.nodes() for kind in tuple(n.files)]
         num_bad = 0
         yield CheckProgress(0, len(parts), 0)
@@ -216,7 +222,10 @@ class Upkeep:
                 except CacheCorruptionError as error:
                     if wanted.node.files.get(wanted.kind) is not part:
                         continue  # deleted meanwhile, which is no damage
-                    _log.warning("block %s is bad: %s", part.name.short, error.message)
+                    if on_bad is not None:
+                        on_bad(part, error.message)
+                    else:
+                        _log.warning("block %s is damaged: %s", part.name.short, error.message)
                     num_bad += 1
                     self._store.discard([wanted])
             yield CheckProgress(count, len(parts), num_bad)

@@ -1,9 +1,10 @@
 """`semantic cache`: inspect, check and clean a cache directory while no server uses it."""
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from typing import TypeAlias
 
 from semantic.adapters.config.settings import Settings
@@ -20,17 +21,13 @@ from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.domain.agents import Agent
 from semantic.domain.blocks import BlockPart, PartKey
-from semantic.domain.errors import (
-    CacheCorruptionError,
-    CachePersistenceError,
-    InvalidRequestError,
-)
+from semantic.domain.errors import CachePersistenceError, InvalidRequestError
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.entrypoints.cli.client import Json
 from semantic.entrypoints.cli.flags import Answer
 from semantic.entrypoints.cli.screen import Working, size
-from semantic.ports.storage import DropPart, LedgerChange, LedgerState, MarkIndexWhole, PutPart
+from semantic.ports.storage import LedgerState
 
 _SHORT = 12
 _FLUSH_S = 3600.0
@@ -166,19 +163,20 @@ class _Cache:
     def verify(self) -> Json:
         is_ledger_sound = self._verify_ledger()
         removed: list[tuple[str, str]] = []
-        sound = list(self.files.scan(lambda *what: removed.append(what)))
+        num_files = sum(1 for _ in self.files.scan(lambda *what: removed.append(what)))
         unfinished = [name for name, _ in removed if name.endswith(TEMPORARY)]
         bad = [what for what in removed if what[0] not in unfinished]
-        num_files = len(sound) + len(bad)
-        for number, part in enumerate(tuple(sound), start=1):
-            self.status.show(f"checking file {number:,} of {len(sound):,}")
-            try:
-                self.files.read(part)
-            except CacheCorruptionError as error:
-                bad.append((self.files.relative_path(part), error.message))
-                self.files.quarantine(part)
-                sound.remove(part)
-        self._write_index(sound)
+        num_files += len(bad)
+        with self._upkeep() as (store, upkeep):
+            upkeep.reconcile()
+
+            def on_bad(part: BlockPart, reason: str) -> None:
+                bad.append((self.files.relative_path(part), reason))
+
+            for at in upkeep.verify(on_bad):
+                self.status.show(f"checking file {at.num_checked:,} of {at.num_total:,}")
+            sound_bytes = sum(_files(store).values())
+            num_turns = self.ledger.num_turns()
         for name, reason in bad:
             self.say(f"bad: {name}: {reason}; moved to quarantine")
         if unfinished:
@@ -186,17 +184,17 @@ class _Cache:
             self.say(f"moved {unfinished_files} of a killed server to quarantine")
         self.say(
             f"checked {_count(num_files, 'file')} "
-            f"({size(sum(part.nbytes for part in sound))} are sound), "
+            f"({size(sound_bytes)} are sound), "
             f"{_count(len(self.state.agents), 'agent')} and "
-            f"{_count(self.ledger.num_turns(), 'turn')}: "
+            f"{_count(num_turns, 'turn')}: "
             f"{_count(len(bad), 'bad file')}; "
             f"the ledger is {'sound' if is_ledger_sound else 'not sound'}"
         )
         return {
             "files": num_files,
-            "sound_bytes": sum(part.nbytes for part in sound),
+            "sound_bytes": sound_bytes,
             "agents": len(self.state.agents),
-            "turns": self.ledger.num_turns(),
+            "turns": num_turns,
             "bad": [{"file": name, "reason": reason} for name, reason in bad],
             "unfinished": len(unfinished),
             "ledger_sound": is_ledger_sound,
@@ -232,27 +230,13 @@ class _Cache:
     # -- gc -------------------------------------------------------------------------------------
 
     def collect(self, age_s: float) -> Json:
-        """Run the server's garbage collection."""
         num_turns = self.ledger.num_turns()
-        disk = DiskTier(self.files, self.ledger, DiskLimits(0, 0))
-        agents = AgentLedger(self.ledger, self.state, disk.change)
-        store = AgentCacheStore(BlockPool(_SPEC, 0), disk, on_moved=agents.log.move)
-        store.restore_index(self.state.parts)
-        disk.start(store.is_on_disk)
-        upkeep = Upkeep(store, agents, self.ledger, disk, files=self.files, orphan_ttl_s=age_s)
-        try:
+        with self._upkeep(age_s) as (store, upkeep):
             upkeep.reconcile()
             before = _files(store)
             freed = upkeep.collect()
             kept = _files(store)
-        finally:
-            disk.flush(_FLUSH_S)
             num_turns -= self.ledger.num_turns()
-            is_written = disk.close(_FLUSH_S)
-        if problem := upkeep.problem or disk.problem:
-            self.say(f"not all was done: {problem}")
-        elif not is_written:
-            self.say("not all was done: deleting files takes too long")
         gone_bytes = sum(before[key] for key in before.keys() - kept.keys())
         num_gone, left_bytes = len(before) - len(kept), sum(kept.values())
         if freed > gone_bytes:
@@ -271,13 +255,26 @@ class _Cache:
             "bytes": left_bytes,
         }
 
-    def _write_index(self, parts: Sequence[BlockPart]) -> None:
-        """Update the ledger's index to list exactly these parts."""
-        known = {part.key: part for part in self.state.parts}
-        there = {part.key for part in parts}
-        changes: list[LedgerChange] = [DropPart(key) for key in known if key not in there]
-        changes += [PutPart(part) for part in parts if part.key not in known]
-        self.ledger.apply([*changes, MarkIndexWhole()], is_synced=False)
+    @contextmanager
+    def _upkeep(self, orphan_ttl_s: float = inf) -> Iterator[tuple[AgentCacheStore, Upkeep]]:
+        """The server's own maintenance of the directory; writes its changes at the end."""
+        disk = DiskTier(self.files, self.ledger, DiskLimits(0, 0))
+        agents = AgentLedger(self.ledger, self.state, disk.change)
+        store = AgentCacheStore(BlockPool(_SPEC, 0), disk, on_moved=agents.log.move)
+        store.restore_index(self.state.parts)
+        disk.start(store.is_on_disk)
+        upkeep = Upkeep(
+            store, agents, self.ledger, disk, files=self.files, orphan_ttl_s=orphan_ttl_s
+        )
+        try:
+            yield store, upkeep
+        finally:
+            is_flushed = disk.flush(_FLUSH_S)
+            is_written = disk.close(_FLUSH_S) and is_flushed
+        if problem := upkeep.problem or disk.problem:
+            self.say(f"incomplete: {problem}")
+        elif not is_written:
+            self.say(f"incomplete: not all files were written within {_FLUSH_S:.0f} s")
 
 
 def _files(store: AgentCacheStore) -> dict[PartKey, int]:
