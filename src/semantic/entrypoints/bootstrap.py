@@ -94,7 +94,9 @@ def bootstrap(settings: Settings) -> Server:
     metrics.tracer = _make_tracer(settings)
     _require_key(settings, _key_ring(settings))
     memory = AgentMemory(settings, metrics)
-    access = Access(lambda: _key_ring(settings), memory.agents.principal, memory.limit_storage)
+    access = Access(
+        functools.partial(_key_ring, settings), memory.agents.principal, memory.limit_storage
+    )
     backend_name = choose_backend(settings)
     loader = ModelLoader(settings, backend_name, memory.codec.kv_format, metrics, memory.origins)
     hub = ReplyHub()
@@ -104,22 +106,14 @@ def bootstrap(settings: Settings) -> Server:
     max_waiting, timeout_s = settings.runtime.max_queue, settings.request_timeout_s
     gate = ModelGate(models, max_waiting=max_waiting, timeout_s=timeout_s)
     watch = TurnWatch(feed, metrics)
-    inference = InferenceService(
-        device,
-        hub,
-        memory.agents,
-        memory.replays,
-        gate=gate,
-        is_durable=memory.is_durable if settings.durability == "sync" else None,
-        watch=watch,
-    )
-    inference.limits = RateLimits(lambda: access.ring)
-    inference.learn = memory.learn
+    inference = _make_inference(settings, memory, device, hub, gate, watch)
+    inference.limits = RateLimits(access.current_ring)
     memory.listen(inference.note_remote_turn)
-    cache = CacheService(lambda: memory.cache, memory.agents, device, watch, feed, memory.disk)
-    metrics.read(cache, watch, lambda: device.state)
+    cache = CacheService(memory.served.get, memory.agents, device, watch, feed, memory.disk)
+    metrics.read(cache, watch, functools.partial(getattr, device, "state"))
     lanes = TurnLanes(max_waiting=max_waiting, timeout_s=timeout_s)
     runtime = Runtime(settings.runtime, device, models, memory.disk, memory.resize, set_log_level)
+    archive = AgentFile(memory.codec, _export_keys(settings))
     return Server(
         settings=settings,
         access=access,
@@ -135,13 +129,33 @@ def bootstrap(settings: Settings) -> Server:
         lanes=lanes,
         cache=cache,
         transfer=AgentTransfer(
-            *(memory.agents, lambda: memory.cache, device, memory.disk),
-            *(AgentFile(memory.codec, _export_keys(settings)), feed),
+            memory.agents, memory.served.get, device, memory.disk, archive, feed
         ),
         feed=feed,
         metrics=metrics,
-        history=MetricsHistory(lambda: metrics.plotted(watch)),
+        history=MetricsHistory(functools.partial(metrics.plotted, watch)),
     )
+
+
+def _make_inference(
+    settings: Settings,
+    memory: AgentMemory,
+    device: DeviceThread,
+    hub: ReplyHub,
+    gate: ModelGate,
+    watch: TurnWatch,
+) -> InferenceService:
+    inference = InferenceService(
+        device,
+        hub,
+        memory.agents,
+        memory.replays,
+        gate=gate,
+        is_durable=memory.agents.log.is_durable if settings.durability == "sync" else None,
+        watch=watch,
+    )
+    inference.learn = memory.learn
+    return inference
 
 
 def _make_device(
@@ -256,7 +270,10 @@ def _registry(
     feed: EventFeed,
 ) -> ModelRegistry:
     models = ModelRegistry(
-        *(device, loader, loader.load, loader.first),
+        device,
+        loader,
+        loader.load,
+        loader.first,
         backend_name=backend_name,
         names=loader.names,
         feed=feed,

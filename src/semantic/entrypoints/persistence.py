@@ -8,6 +8,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -18,9 +19,10 @@ from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.blocks.format import FORMATS, KVCodec
 from semantic.adapters.outbound.cipher import load_cipher
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.application.agents.cache_admin import ModelCache
+from semantic.application.agents.block_owners import BlockOwners
+from semantic.application.agents.cache_admin import ModelCache, ServedCache
 from semantic.application.agents.ledger import AgentLedger, write_at_once
-from semantic.application.agents.storage_quota import StorageQuota
+from semantic.application.agents.storage_quota import StorageQuota, TenantQuotas
 from semantic.application.agents.upkeep import Upkeep
 from semantic.application.cache.formats import ServedFormat, StoredFormats
 from semantic.application.cache.store import AgentCacheStore
@@ -32,12 +34,10 @@ from semantic.application.engine.speculative import drafts as draft_memory
 from semantic.application.prompt.replay import LedgerReplayStore
 from semantic.application.settings import EngineLimits
 from semantic.domain.access import KeyRing
-from semantic.domain.agents import Pointer
-from semantic.domain.blocks import BlockName, BlockNamespace, BlockOrigin
+from semantic.domain.blocks import BlockName, BlockOrigin
 from semantic.domain.errors import (
     CachePersistenceError,
     DrainingError,
-    ModelSwapError,
 )
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import ModelCacheSpec
@@ -58,6 +58,7 @@ class AgentMemory:
         replays: The tokens of the agents' replies.
         codec: Encodes and decodes the KV cache for storage.
         disk: Writes and reads blocks; None with durability `none`.
+        served: The block store of the served model and its upkeep.
     """
 
     def __init__(self, settings: Settings, telemetry: TelemetryPort | None = None) -> None:
@@ -73,8 +74,7 @@ class AgentMemory:
         """
         self._settings = settings
         self._memory_bytes = settings.runtime.memory_bytes
-        self._ring = KeyRing()
-        self._namings: dict[tuple[str, str], dict[BlockName, str]] = {}  # by naming: root to tenant
+        self._quotas = TenantQuotas(settings.tenant_disk_quota_mb * 2**20)
         self._telemetry = telemetry
         self.codec = KVCodec(FORMATS[settings.kv_bits])
         self._closing = threading.Lock()
@@ -82,7 +82,7 @@ class AgentMemory:
         self._lock: DirectoryLock | None = None
         self._files: SafetensorsCache | None = None
         self.disk: DiskTier | None = None
-        self._cache: ModelCache | None = None
+        self.served = ServedCache()
         self._formats = StoredFormats()
         directory = settings.effective_cache_dir if settings.durability != "none" else None
         cipher = load_cipher(settings.encryption_key_file, settings.encryption_key_command)
@@ -110,10 +110,13 @@ class AgentMemory:
             self._shared_blocks = self._shared.open_blocks(self._files)
             write = self._shared.writer(write)
         self.agents = self._make_agents(state, write)
-        self.limit_storage(self._ring)
+        self.limit_storage(self._quotas.ring)
+        self._owners = BlockOwners(self.agents, self._quotas)
         self.replays = LedgerReplayStore(self.ledger, write)
-        if self.disk is not None:
-            self.disk.start(self._is_on_disk)  # agents may change before a model is loaded
+        if self._files is not None and self.disk is not None:
+            self._files.fingerprint_of = self._owners.fingerprint
+            self.disk.limits = replace(self.disk.limits, tenant_bytes=self._owners.max_bytes)
+            self.disk.start(self.served.is_on_disk)  # agents may change before a model is loaded
 
     def _load(self) -> LedgerState:
         try:
@@ -135,15 +138,16 @@ class AgentMemory:
 
     def limit_storage(self, ring: KeyRing) -> None:
         """Apply the disk quotas of a key ring; nothing is counted until there is one."""
-        self._ring = ring
-        has_quota = any(policy.disk_bytes for policy in ring.tenants.values())
-        if self.agents.storage is None and (has_quota or self._settings.tenant_disk_quota_mb):
-            self.agents.storage = StorageQuota(self.ledger, self._quota)
+        self._quotas.ring = ring
+        if self.agents.storage is None and self._quotas.has_any:
+            self.agents.storage = StorageQuota(self.ledger, self._quotas.of)
 
     def _make_disk(self, files: SafetensorsCache) -> DiskTier:
-        files.fingerprint_of = self._fingerprint_of
+        runtime = self._settings.runtime
         return DiskTier(
-            *(files, self.ledger, self._disk_limits()),
+            files,
+            self.ledger,
+            DiskLimits(runtime.disk_bytes, runtime.write_queue_bytes),
             is_synced=self._settings.durability == "sync",
             telemetry=self._telemetry,
         )
@@ -160,10 +164,7 @@ class AgentMemory:
     @property
     def learn(self) -> Callable[[BlockName, Sequence[int]], None] | None:
         """Looks up blocks of a prompt that other servers stored; None without a shared store."""
-        return self._learn if self._shared_blocks is not None else None
-
-    def _learn(self, root: BlockName, tokens: Sequence[int]) -> None:
-        self.cache.store.learn(root, tokens)
+        return self.served.learn if self._shared_blocks is not None else None
 
     def origins(self) -> Sequence[BlockOrigin]:
         """The models and formats that wrote the stored blocks, those with the most files first."""
@@ -176,9 +177,7 @@ class AgentMemory:
         Raises:
             ModelSwapError: the model is not loaded yet.
         """
-        if self._cache is None:
-            raise ModelSwapError("the model is loading.", retry_after_s=2)
-        return self._cache
+        return self.served.get()
 
     @property
     def summary(self) -> str:
@@ -203,16 +202,16 @@ class AgentMemory:
         Raises:
             DrainingError: `close` was called first.
         """
-        self._namings.setdefault(model.naming, {})
+        self._owners.serve(model.naming)
         roots = [model.root(principal) for principal in self.agents.principals()]
-        if self._cache is None:
+        if self.served.loaded is None:
             self._formats = StoredFormats(self.origins())
         self._serve_format(model)
-        if self._cache is None:
+        if self.served.loaded is None:
             self._open_cache(model.backend.spec, roots)
         else:
-            self._cache.store.serve(model.backend.spec, roots)
-            self._cache.upkeep.begin_warm_up()
+            self.served.loaded.store.serve(model.backend.spec, roots)
+            self.served.loaded.upkeep.begin_warm_up()
         store = self.cache.store
         if note := self.note:
             _log.warning(f"{note} Recomputing.", model=model.id)
@@ -222,13 +221,9 @@ class AgentMemory:
 
     def _serve_format(self, model: LoadedModel) -> None:
         """Compare the formats of stored blocks with the format of this model from now on."""
-        naming = model.naming
-
-        @functools.cache  # must not refer to the model, to free it after a swap
-        def root_of(tenant: str) -> BlockName:
-            return BlockNamespace(*naming, self.agents.principal(tenant).salt).root()
-
-        abi, kv_format = model.backend.traits.kv_abi, model.kv_format
+        naming, abi, kv_format = model.naming, model.backend.traits.kv_abi, model.kv_format
+        # Must not refer to the model, to free it after a swap.
+        root_of = functools.cache(functools.partial(self._owners.root, naming))
         served = ServedFormat(naming[0], abi, kv_format, root_of)
         self._formats.serve(served, [principal.tenant for principal in self.agents.principals()])
 
@@ -237,7 +232,8 @@ class AgentMemory:
         settings = self._settings
         pool = BlockPool(spec, self._memory_bytes)
         store = AgentCacheStore(
-            *(pool, self.disk),
+            pool,
+            self.disk,
             on_moved=self.agents.log.move,
             telemetry=self._telemetry,
             remote=self._shared_blocks,
@@ -262,37 +258,32 @@ class AgentMemory:
             upkeep.shared = self._shared_blocks
             upkeep.trim_memory = host_memory.trim
             upkeep.formats = self._formats
-            self._cache = ModelCache(store, upkeep)
+            self.served.loaded = ModelCache(store, upkeep)
         upkeep.start(settings.upkeep_interval_s, is_index_lost=self._is_index_lost)
 
     def resize(self, nbytes: int) -> None:
         """Change the memory budget of the KV cache to `nbytes`."""
         self._memory_bytes = nbytes
-        if self._cache is not None:
-            self._cache.store.resize(nbytes)
+        if self.served.loaded is not None:
+            self.served.loaded.store.resize(nbytes)
 
     def put_away(self) -> None:
         """Flush the dirty blocks of an unloaded model to disk, then drop its blocks from memory.
 
         Flushing stops after `drain_timeout_s`.
         """
-        if self._cache is None:
+        if self.served.loaded is None:
             return
-        store = self._cache.store
+        store = self.served.loaded.store
         end = time.monotonic() + self._settings.runtime.drain_timeout_s
         while self.disk is not None and store.offer_again() and time.monotonic() < end:
             self.disk.flush(_FLUSH_S)
         store.drop_memory()
 
-    def is_durable(self, tenant: str, turn_id: str) -> bool:
-        """Whether the ledger marks a turn as durable: the turn and its KV cache are on disk."""
-        turn = self.ledger.turn(tenant, turn_id)
-        return turn is not None and turn.is_durable
-
     @property
     def note(self) -> str:
         """Which stored blocks of the served model cannot be used, and why; empty if all can."""
-        cache = self._cache
+        cache = self.served.loaded
         return self._formats.summary(cache.store.disk_bytes) if cache else ""
 
     @property
@@ -301,7 +292,7 @@ class AgentMemory:
 
         A loss in the ledger that was found at the start is reported until the next start.
         """
-        disk, cache = self.disk, self._cache
+        disk, cache = self.disk, self.served.loaded
         upkeep = cache.upkeep.problem if cache else ""
         shared = self._shared_blocks.problem if self._shared_blocks else ""
         known = (self._loss, self._own.problem, disk.problem if disk else "", shared, upkeep)
@@ -316,8 +307,8 @@ class AgentMemory:
             if self._is_closed:
                 return True
             self._is_closed = True
-        if self._cache is not None:
-            self._cache.upkeep.stop(timeout_s)
+        if self.served.loaded is not None:
+            self.served.loaded.upkeep.stop(timeout_s)
         if self._shared_blocks is not None:
             if self.disk is not None:  # first, so that `close` uploads these blocks too
                 self.disk.flush(timeout_s / 2)
@@ -332,10 +323,6 @@ class AgentMemory:
             self._unlock()
         return is_written
 
-    def _is_on_disk(self, pointer: Pointer) -> bool:
-        """Whether the KV cache up to a pointer is on disk; False until a model is loaded."""
-        return self._cache is not None and self._cache.store.is_on_disk(pointer)
-
     def _close_ledger(self) -> None:
         """Close the in-memory ledger, which has no disk tier that closes it."""
         try:
@@ -347,39 +334,3 @@ class AgentMemory:
     def _unlock(self, *, is_refused: bool = False) -> None:
         if self._lock is not None:
             self._lock.close(is_refused=is_refused)
-
-    def _disk_limits(self) -> DiskLimits:
-        runtime = self._settings.runtime
-        return DiskLimits(
-            budget_bytes=runtime.disk_bytes,
-            queue_bytes=runtime.write_queue_bytes,
-            tenant_bytes=self._tenant_bytes,
-        )
-
-    def _quota(self, tenant: str) -> int | None:
-        settings = self._settings
-        own = self._ring.policy(tenant).disk_bytes
-        return own or settings.tenant_disk_quota_mb * 2**20 or None
-
-    def _tenant_bytes(self, root: BlockName) -> int | None:
-        """How many bytes of blocks a root may have on disk: the tenant's quota less its turns."""
-        tenant, _ = self._owner(root)
-        quota = self._quota(tenant)
-        storage = self.agents.storage
-        if not tenant or quota is None or storage is None:
-            return quota
-        return max(0, quota - storage.used(tenant))
-
-    def _fingerprint_of(self, root: BlockName) -> str:
-        return self._owner(root)[1]
-
-    def _owner(self, root: BlockName) -> tuple[str, str]:
-        """The tenant and model fingerprint of a root; empty strings if no known model uses it."""
-        principals = self.agents.principals()
-        for naming, tenants in tuple(self._namings.items()):
-            if root not in tenants and len(tenants) < len(principals):
-                roots = (BlockNamespace(*naming, each.salt).root() for each in principals)
-                tenants.update(zip(roots, (each.tenant for each in principals), strict=True))
-            if root in tenants:
-                return tenants[root], naming[0]
-        return "", ""

@@ -2,7 +2,8 @@
 
 1. `ledger.py`: all agents and tenants. A finished request is committed here as a turn, and moves
    its agent's head; forking and rewinding copy or move the head, never the turns.
-   `storage_quota.py` enforces the disk quotas of tenants, if there are any.
+   `storage_quota.py` enforces the disk quotas of tenants, if there are any, and
+   `block_owners.py` finds the tenant of a block.
 2. `turn_log.py`: the log of turns, including turns not written yet. `running_turns.py`: the turns
    that run now, and the queue of an agent's turns where the server keeps the conversation.
 3. `service.py`: the operations of the agent API: create, list, fork, rewind, explain.

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.watch import BlockPage
 from semantic.application.cache.writer import DiskTier
 from semantic.application.engine.device_thread import DeviceThread
-from semantic.domain.agents import Agent, Principal, Tier, Turn
+from semantic.domain.agents import Agent, Pointer, Principal, Tier, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import ModelSwapError
 from semantic.domain.pool import PoolUsage
@@ -36,6 +36,35 @@ class ModelCache:
 
     store: AgentCacheStore
     upkeep: Upkeep
+
+
+class ServedCache:
+    """Holds the cache of the loaded model; there is none until the first model is loaded.
+
+    Attributes:
+        loaded: The cache; None until then.
+    """
+
+    def __init__(self) -> None:
+        self.loaded: ModelCache | None = None
+
+    def get(self) -> ModelCache:
+        """Return the cache.
+
+        Raises:
+            ModelSwapError: no model is loaded yet.
+        """
+        if self.loaded is None:
+            raise ModelSwapError("the model is loading.", retry_after_s=2)
+        return self.loaded
+
+    def is_on_disk(self, pointer: Pointer) -> bool:
+        """Whether the KV cache up to a pointer is on disk; False until a model is loaded."""
+        return self.loaded is not None and self.loaded.store.is_on_disk(pointer)
+
+    def learn(self, root: BlockName, tokens: Sequence[int]) -> None:
+        """Look up blocks of a prompt that other servers stored."""
+        self.get().store.learn(root, tokens)
 
 
 @dataclass(frozen=True, slots=True)

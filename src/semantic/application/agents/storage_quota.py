@@ -9,11 +9,35 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from semantic.domain.access import KeyRing
 from semantic.domain.errors import QuotaExceededError
 from semantic.ports.storage import LedgerPort, PutAgent, PutTurn
 
 StoredRow: TypeAlias = PutAgent | PutTurn
 _MB = 2**20
+
+
+class TenantQuotas:
+    """The disk quota of each tenant: its own, or the default of all.
+
+    Attributes:
+        ring: The keys and limits in force; replaced as a whole when they are reloaded.
+    """
+
+    def __init__(self, default_bytes: int = 0) -> None:
+        """Start without quotas of tenants; a default of 0 is no limit."""
+        self.ring = KeyRing()
+        self._default_bytes = default_bytes
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._default_bytes) or any(
+            policy.disk_bytes for policy in self.ring.tenants.values()
+        )
+
+    def of(self, tenant: str) -> int | None:
+        """Return a tenant's quota in bytes; None for no limit."""
+        return self.ring.policy(tenant).disk_bytes or self._default_bytes or None
 
 
 class StorageQuota:

@@ -180,6 +180,11 @@ class TurnLog:
         """Return a turn, from memory if it is not written yet; None if it does not exist."""
         return self._unwritten(tenant, turn_id) or self._ledger.turn(tenant, turn_id)
 
+    def is_durable(self, tenant: str, turn_id: str) -> bool:
+        """Whether the ledger marks a turn as durable: the turn and its KV cache are on disk."""
+        turn = self._ledger.turn(tenant, turn_id)
+        return turn is not None and turn.is_durable
+
     def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
         """Return where a turn ended, without reading its messages; None if it does not exist."""
         held = self._unwritten(tenant, turn_id)

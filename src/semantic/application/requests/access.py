@@ -55,6 +55,10 @@ class Access:
         self.ring = ring
         self._on_loaded(ring)
 
+    def current_ring(self) -> KeyRing:
+        """Return the keys and limits in force."""
+        return self.ring
+
     def authenticate(self, secrets: Iterable[str]) -> Principal:
         """Return the principal of a request.
 
