@@ -24,7 +24,7 @@ from benchmarks.starter import TEXT, backend, prompt_tokens, starter_directory
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.engine.request import EventBatch
-from semantic.application.engine.scheduler import ChunkBudget
+from semantic.application.engine.steps import ChunkBudget
 from semantic.application.settings import EngineLimits
 from semantic.domain.errors import DrainingError
 from semantic.domain.events import Failed, Finished, TextDelta

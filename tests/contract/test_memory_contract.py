@@ -14,7 +14,7 @@ import pytest
 from semantic.adapters.outbound.backends.fake import FakeTokenizer
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.application.cache import tiers, writer
+from semantic.application.cache import restore_plan, tiers
 from semantic.application.cache.index import BlockNode
 from semantic.application.cache.restore_plan import WantedPart
 from semantic.application.cache.store import AgentCacheStore
@@ -407,7 +407,9 @@ def test_preempted_during_a_restore(
     if not subject.is_quick:
         pytest.skip("the file is read before the older one has grown")
     monkeypatch.setattr(tiers, "_NUM_PREFETCHED", 2)  # more would fill the memory, and wait
-    monkeypatch.setattr(writer, "_HALF_LIFE_S", 1e-6)  # the closed gate is no measured slow disk
+    monkeypatch.setattr(
+        restore_plan, "_HALF_LIFE_S", 1e-6
+    )  # the closed gate is no measured slow disk
     # Memory comes in pieces of 256 tokens: two fit until the older grows past that.
     long = [*SYSTEM, *prompt(214, 1)]
     first = benches()

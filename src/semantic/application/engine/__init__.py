@@ -10,8 +10,8 @@ A request passes through these modules:
    waits. `speculative/` adds draft tokens where they save time.
 4. `kv_reuse.py`: reuses the state of the first tokens from an idle copy, a running sequence or
    sealed blocks, which `restore.py` loads part by part while other sequences decode.
-5. `memory.py`: reserves memory for the sequence, closing idle copies first; if that is not enough,
-   the engine preempts running sequences.
+5. `admission.py`: opens the sequence. `memory.py` reserves its memory, closing idle copies first;
+   if that is not enough, `admission.py` preempts running sequences.
 6. `engine.py`: the loop: schedule a step, launch it, collect the previous one, emit its events.
    `steps.py` holds the launched steps and learns from their durations.
 7. `kv_reuse.py`: seals blocks into the cache as they fill, and the tail at the end; the sequence

@@ -55,6 +55,7 @@ class EmbeddingQueue:
     """Texts in order of arrival, each in its own sequence. Used on the device thread only.
 
     Attributes:
+        jobs: The texts; the engine calls `step` while there are any.
         is_waiting: Whether the first text waits for memory; the engine admits no further requests
             until it has some.
     """
@@ -70,25 +71,13 @@ class EmbeddingQueue:
             new_ids: Yields unused sequence ids.
         """
         self._backend, self._memory, self._new_ids = backend, memory, new_ids
-        self._jobs: deque[EmbeddingJob] = deque()
+        self.jobs: deque[EmbeddingJob] = deque()
         self.is_waiting = False
-
-    def __bool__(self) -> bool:
-        return bool(self._jobs)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `step` can compute now."""
-        return bool(self._jobs) and not self.is_waiting
 
     @property
     def sequences(self) -> set[SequenceId]:
         """The open sequence, if any; its memory becomes free when the text ends."""
-        return {job.seq for job in self._jobs if job.seq != NO_SEQUENCE}
-
-    def add(self, job: EmbeddingJob) -> None:
-        """Queue a text."""
-        self._jobs.append(job)
+        return {job.seq for job in self.jobs if job.seq != NO_SEQUENCE}
 
     def step(self, *, is_alone: bool, may_wait: bool) -> EventBatch:
         """Compute a piece of the first text; returns its final event if the text ended.
@@ -97,7 +86,7 @@ class EmbeddingQueue:
             is_alone: Whether no replies run, so that the piece may be large.
             may_wait: Whether other work may free memory; if not, a text without memory fails.
         """
-        job = self._jobs[0]
+        job = self.jobs[0]
         try:
             if not job.result.done() and self._has_room(job, may_wait=may_wait):
                 self._compute(job, _TOKENS_ALONE if is_alone else _TOKENS_BESIDE_OTHERS)
@@ -107,11 +96,11 @@ class EmbeddingQueue:
             job.finish()
         if not job.result.done():
             return []
-        return self._end(self._jobs.popleft())
+        return self._end(self.jobs.popleft())
 
     def fail(self, error: SemanticError) -> EventBatch:
         """Fail all texts; returns their final events."""
-        ended, self._jobs = self._jobs, deque()
+        ended, self.jobs = self.jobs, deque()
         for job in ended:
             job.fail(error)
         return [event for job in ended for event in self._end(job)]

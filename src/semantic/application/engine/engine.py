@@ -8,11 +8,11 @@ thread and the queues.
 
 import itertools
 import logging
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from semantic.application.cache.store import AgentCacheStore
+from semantic.application.engine.admission import SequenceAdmission
 from semantic.application.engine.embedding import EmbeddingJob, EmbeddingQueue
 from semantic.application.engine.generation import Generation
 from semantic.application.engine.kv_reuse import PrefixSharing
@@ -47,7 +47,6 @@ from semantic.ports.backend import (
     Row,
     RowFailed,
     Sampled,
-    SequenceId,
     Step,
 )
 from semantic.ports.text import TokenizerPort
@@ -96,6 +95,15 @@ class BlockPoolBatchEngine:
         self._orders, self._sequence_ids = itertools.count(), itertools.count()
         self._embeddings = EmbeddingQueue(backend, self._memory, self._sequence_ids)
         self._watch = EngineWatch(store.telemetry)
+        self._admission = SequenceAdmission(
+            self._memory,
+            self._scheduler,
+            self._sharing,
+            self._sequence_ids,
+            counts=self._watch.counts,
+            is_room_coming=lambda: store.is_busy or bool(self._embeddings.sequences),
+            fail=self._fail,
+        )
         self._short_of_memory: Generation | None = None
 
     # -- called by the device thread ------------------------------------------------------------
@@ -103,12 +111,12 @@ class BlockPoolBatchEngine:
     @property
     def has_work(self) -> bool:
         """Whether requests, launched steps or undelivered events remain."""
-        return bool(self._generations or self._launched or self._events or self._embeddings)
+        return bool(self._generations or self._launched or self._events or self._embeddings.jobs)
 
     def submit(self, job: Job | EmbeddingJob) -> None:
         """Queue a job; a prompt too long to run even alone fails immediately."""
         if isinstance(job, EmbeddingJob):
-            self._embeddings.add(job)
+            self._embeddings.jobs.append(job)
             return
         assembler = TextAssembler(self._tokenizer.token_bytes, job.stop.strings, job.visible)
         block_tokens = self._backend.spec.block_tokens
@@ -154,14 +162,15 @@ class BlockPoolBatchEngine:
         rows = self._schedule(now)
         if rows:
             self._launch(rows)
-        is_busy = bool(rows or self._launched or self._embeddings.is_ready) or self._is_restoring()
-        launched = self._launched
+        embeddings, launched = self._embeddings, self._launched
+        is_embedding = bool(embeddings.jobs) and not embeddings.is_waiting
+        is_busy = bool(rows or launched or is_embedding) or self._admission.can_restore
         is_awaited = not rows or not launched or launched[-1].is_awaited(len(self._generations))
         self._collect_all(but=0 if is_awaited else self._backend.traits.pipeline_depth)
-        if self._embeddings:
-            may_wait = bool(self._scheduler.running or self._launched) or self._store.is_busy
+        if embeddings.jobs:
+            may_wait = bool(self._scheduler.running or launched) or self._store.is_busy
             is_alone = not self._generations
-            self._events += self._embeddings.step(is_alone=is_alone, may_wait=may_wait)
+            self._events += embeddings.step(is_alone=is_alone, may_wait=may_wait)
         self._emit_events()
         return is_busy
 
@@ -205,14 +214,14 @@ class BlockPoolBatchEngine:
     # -- schedule -------------------------------------------------------------------------------
 
     def _schedule(self, now: float) -> list[tuple[Generation, Chunk]]:
-        if not self._make_room():
+        if not self._admission.make_room(may_preempt=not self._launched):
             return []
         self._short_of_memory = None
-        self._restore()
+        self._admission.advance_restores()
         for candidate in () if self._embeddings.is_waiting else self._scheduler.candidates(now):
             if self._sharing.should_wait(candidate, self._scheduler.running):
                 continue
-            if not self._admit(candidate):
+            if not self._admission.admit(candidate):
                 self._short_of_memory = candidate
                 break
         rows: list[tuple[Generation, Chunk]] = []
@@ -223,119 +232,6 @@ class BlockPoolBatchEngine:
             except Exception as error:  # noqa: BLE001 - a broken constraint fails one request
                 self._fail(generation, as_backend_error(error))
         return rows
-
-    def _make_room(self) -> bool:
-        """Reserve memory for what the next step may add, preempting sequences if necessary.
-
-        Returns False if launched rows or other pending work must finish before a preemption.
-        """
-        for generation in list(self._scheduler.running):
-            while not self._memory.grow(generation):
-                if self._memory.close_oldest_idle():
-                    continue
-                victim = self._scheduler.victim()
-                # The only running sequence fails once no pending work will free memory for it.
-                if self._launched or (victim is None and self._is_room_coming()):
-                    return False
-                self._preempt(victim or generation)
-        return True
-
-    def _is_room_coming(self) -> bool:
-        return self._store.is_busy or bool(self._embeddings.sequences)
-
-    def _preempt(self, generation: Generation) -> None:
-        """Seal, close and requeue a sequence; if it is the only running one, fail it instead."""
-        if len(self._scheduler.running) == 1:
-            text = f"memory for the KV cache is full after {len(generation.tokens)} tokens."
-            self._fail(generation, PoolExhaustedError(text))
-            return
-        self._watch.counts.preemptions += 1
-        self._sharing.seal_tail(generation)
-        self._close(generation)
-        self._scheduler.requeue(generation)
-
-    # -- open and close -------------------------------------------------------------------------
-
-    def _admit(self, generation: Generation) -> bool:
-        """Open a waiting request in the backend; returns False if memory is short."""
-        while True:
-            source = self._sharing.choose_source(generation, self._scheduler.running)
-            taken = source.seq if source and source.is_taken_over else None
-            seq = SequenceId(next(self._sequence_ids)) if taken is None else taken
-            if self._memory.admit(seq, len(generation.tokens)):
-                break
-            if not self._memory.close_oldest_idle(spared=taken):
-                return False
-        generation.seq = seq
-        self._scheduler.admit(generation)
-        self._attempt(generation, lambda it: self._sharing.open_sequence(it, source))
-        self._advance(generation, self._restore_bytes())
-        if generation.prefix.is_starved and len(self._scheduler.running) > 1:
-            self._close(generation)
-            self._scheduler.requeue(generation)
-            return False
-        return True
-
-    def _close(self, generation: Generation) -> None:
-        self._memory.close(generation.seq)
-        generation.rewind()
-
-    # -- restore --------------------------------------------------------------------------------
-
-    def _restore(self) -> None:
-        """Advance the restores of running requests in order, within one shared byte budget."""
-        restoring = [g for g in self._scheduler.running if g.prefix.restore is not None]
-        max_bytes = self._restore_bytes() * len(restoring)
-        for generation in restoring:
-            max_bytes -= self._advance(generation, max_bytes)
-        if restoring:
-            self._relieve()
-
-    def _relieve(self) -> None:
-        """Resolve restores that lack memory for their next part when no pending work frees any."""
-        while starved := [g for g in self._scheduler.running if g.prefix.is_starved]:
-            if self._is_room_coming():
-                return
-            # While a request is retried alone, no other sequence runs, so none frees memory.
-            retried = next((g for g in starved if g.progress.retry_until is not None), None)
-            if retried is None and len(starved) < len(self._scheduler.running):
-                return
-            if retried is None and len(starved) > 1:
-                self._preempt(self._scheduler.victim() or starved[0])
-            elif not self._memory.tighten(retried or starved[0]):
-                self._attempt(retried or starved[0], self._sharing.end_restore_early)
-            for generation in starved:
-                self._advance(generation, self._restore_bytes())
-
-    def _advance(self, generation: Generation, max_bytes: int) -> int:
-        """Load more of a sequence, closing idle copies to make room; returns the bytes loaded."""
-        if (restore := generation.prefix.restore) is None:
-            return 0
-        before = restore.num_bytes
-        self._attempt(generation, lambda it: self._sharing.advance_restore(it, max_bytes))
-        while generation.prefix.is_starved and self._memory.close_oldest_idle():
-            self._attempt(generation, lambda it: self._sharing.advance_restore(it, max_bytes))
-        return restore.num_bytes - before
-
-    def _attempt(self, generation: Generation, work: Callable[[Generation], None]) -> None:
-        """Run `work` for a request; an exception fails the request."""
-        try:
-            work(generation)
-        except Exception as error:  # noqa: BLE001 - any backend error fails only this request
-            self._fail(generation, as_backend_error(error))
-
-    def _restore_bytes(self) -> int:
-        """Bytes to load in one step: limited while other sequences decode, else unlimited."""
-        others = [
-            g for g in self._scheduler.running if g.prefix.restore is None and not g.is_prefilling
-        ]
-        return self._sharing.pace.bytes_per_step if others else sys.maxsize
-
-    def _is_restoring(self) -> bool:
-        return any(
-            g.prefix.restore is not None and g.prefix.restore.is_ready
-            for g in self._scheduler.running
-        )
 
     # -- launch and collect ---------------------------------------------------------------------
 
@@ -403,7 +299,7 @@ class BlockPoolBatchEngine:
         elif was_retried:
             self._fail(generation, as_backend_error(error))
         else:
-            self._close(generation)
+            self._admission.close(generation)
             generation.progress.retry_until = chunk.start + chunk.num_tokens
             self._scheduler.requeue(generation)
 
@@ -480,7 +376,7 @@ class BlockPoolBatchEngine:
             if is_sound and is_finished and generation.progress.num_computed:
                 self._memory.go_idle(generation, self._scheduler.limits.max_idle)
             else:
-                self._close(generation)
+                self._admission.close(generation)
         if isinstance(generation.final, Finished):
             self._queue_event(generation, generation.reply_state)
         self._queue_event(generation, generation.final)

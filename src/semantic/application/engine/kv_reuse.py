@@ -15,7 +15,7 @@ from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.generation import Generation
 from semantic.application.engine.memory import IdleCopies
 from semantic.application.engine.restore import LoadPace, Restore
-from semantic.application.engine.scheduler import ChunkBudget
+from semantic.application.engine.steps import ChunkBudget
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CacheCorruptionError, DeviceLostError

@@ -1,16 +1,24 @@
-"""Launched steps, and what the engine learns from their durations."""
+"""Launched steps, and what the engine learns from their durations.
+
+`ChunkBudget` learns how many prompt tokens fit a step, `StepCosts` what draft tokens cost.
+"""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean
 from typing import Optional
 
 from semantic.application.engine.generation import Generation
+from semantic.application.settings import EngineLimits
 from semantic.ports.backend import Chunk, Ticket
 from semantic.ports.telemetry import Measure, RequestTrace, TelemetryPort
 
+_LEAST_SPREAD = 0.01  # squared variation coefficient of sizes; below it no line can be fitted
+_BUDGET_SMOOTHING = 0.3
+_SECONDS_TO_MS = 1000.0
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
-_SMOOTHING = 0.2
+_COST_SMOOTHING = 0.2
 _FORGETTING = 0.998  # decay of the extra cost of drafts, per step without them
 _SETTLED = 2  # measurements before the cost of a step size is known
 _FIRST_SLOPE = 0.02  # share of a step's time per further token, before any measurement
@@ -87,6 +95,148 @@ class EngineWatch:
         self.counts.accepted_tokens += generation.drafting.num_accepted
 
 
+class _Line:
+    """Weighted linear fit of prefill time over prompt tokens; recent steps weigh most.
+
+    A line instead of a mean, since a step has a fixed cost, which is large on a fast device.
+    """
+
+    def __init__(self) -> None:
+        self._weights = self._tokens = self._squares = self._ms = self._products = 0.0
+
+    def add(self, num_tokens: int, elapsed_ms: float, weight: float) -> None:
+        kept = 1 - _BUDGET_SMOOTHING * weight
+        self._weights = self._weights * kept + weight
+        self._tokens = self._tokens * kept + weight * num_tokens
+        self._squares = self._squares * kept + weight * num_tokens**2
+        self._ms = self._ms * kept + weight * elapsed_ms
+        self._products = self._products * kept + weight * num_tokens * elapsed_ms
+
+    @property
+    def mean_slope(self) -> float:
+        """Milliseconds per token, including the fixed cost; 0 before the first step."""
+        return self._ms / self._tokens if self._tokens else 0.0
+
+    def longest(self, elapsed_ms: float) -> float:
+        """Tokens that fit `elapsed_ms`; uses the line up to three times the mean size."""
+        by_mean = elapsed_ms / self.mean_slope
+        spread = self._weights * self._squares - self._tokens**2
+        slope = self._weights * self._products - self._tokens * self._ms
+        if spread <= _LEAST_SPREAD * self._tokens**2 or slope <= 0:
+            return by_mean
+        first_ms = (self._ms - slope / spread * self._tokens) / self._weights
+        by_line = (elapsed_ms - first_ms) * spread / slope
+        return max(by_mean, min(by_line, 3 * self._tokens / self._weights))
+
+
+class ChunkBudget:
+    """How many prompt tokens fit a step, learnt from the durations of past steps.
+
+    Sizes are multiples of the rows that kernels process at once: other sizes cost as much as the
+    next multiple, and few distinct sizes spare devices that compile or tune for each size. A
+    minimum keeps prefill in small chunks from costing twice as much as in large ones: on a CPU,
+    sixteen tokens take two thirds of the time of sixty-four, with or without decoding rows.
+    Large sizes are powers of two, and their chunks end at multiples of the size.
+    """
+
+    BLOCK = 32
+    MIN_TOKENS = 64
+    PATIENCE = 12
+    NUM_TRIALS = 3  # steps without prompts to measure before their duration is known
+    FIRST = 128  # tokens before any measurement: on a slow device more would look like a hang
+    USUAL = 512
+    ALONE_MS = 250.0  # target step time without decoding rows: bounds a new request's wait
+    LONGEST_MS = 500.0  # the same on devices where fewer than USUAL tokens fit ALONE_MS
+    SLOWEST_MS = 10_000.0  # limit of a step, even with FIRST tokens
+    MAX_ALIGNED = 2048
+
+    def __init__(self) -> None:
+        self._seen = _Line()
+        self._decode_ms = 0.0
+        self._trials_ms: list[float] = []
+
+    def observe(self, num_prompt_tokens: int, elapsed_s: float) -> None:
+        """Learn from the duration of one step."""
+        elapsed_ms = elapsed_s * _SECONDS_TO_MS
+        if num_prompt_tokens == 0:
+            if len(self._trials_ms) < self.NUM_TRIALS:
+                self._trials_ms.append(elapsed_ms)
+                # Leave out the slowest: it may include one-time setup.
+                self._decode_ms = mean(sorted(self._trials_ms)[: self.NUM_TRIALS - 1])
+            else:
+                known_ms = self._decode_ms or elapsed_ms
+                self._decode_ms = known_ms + _BUDGET_SMOOTHING * (elapsed_ms - known_ms)
+            return
+        # A step with prompts takes longer than its decoding part, so it bounds the estimate.
+        self._decode_ms = min(self._decode_ms, elapsed_ms / 2)
+        # Reading the weights dominates small steps, so their time says little about a token.
+        weight = min(1.0, num_prompt_tokens / self.USUAL)
+        self._seen.add(num_prompt_tokens, elapsed_ms - self._decode_ms, weight)
+
+    @property
+    def _ms_per_token(self) -> float:
+        return self._seen.mean_slope
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Seconds of prefill per prompt token; 0 before the first measurement."""
+        return self._ms_per_token / _SECONDS_TO_MS
+
+    @property
+    def tokens_at_a_stretch(self) -> float:
+        """Tokens to prefill of one prompt before the next one starts.
+
+        Interleaving prompts at a finer grain would delay most of their first tokens.
+        """
+        return self.ALONE_MS / self._ms_per_token if self._ms_per_token else 0.0
+
+    def tokens(self, limits: EngineLimits) -> int:
+        """Prompt tokens per step while sequences decode: `MIN_TOKENS` to `prefill_step_size`.
+
+        Without `target_step_ms`, 0 in the first steps, to measure how long decoding alone takes.
+        """
+        target_ms = limits.target_step_ms
+        if target_ms is None:
+            if len(self._trials_ms) < self.NUM_TRIALS:
+                return 0
+            target_ms = self.PATIENCE * self._decode_ms
+        fitting = min(self.USUAL, limits.prefill_step_size) / 4
+        if self._ms_per_token:
+            room_ms = target_ms - self._decode_ms
+            fitting = min(self._seen.longest(room_ms), limits.prefill_step_size)
+        return max(self._rounded(fitting), self.MIN_TOKENS)
+
+    def tokens_alone(self, limits: EngineLimits) -> int:
+        """Prompt tokens per step while no sequence decodes."""
+        usual = min(self.USUAL, limits.prefill_step_size)
+        if not self._ms_per_token:
+            return min(self.FIRST, usual)
+        fitting = min(self._seen.longest(self.ALONE_MS), limits.prefill_step_size)
+        slowest = max(self._rounded(self.SLOWEST_MS / self._ms_per_token), self.MIN_TOKENS)
+        least = max(self._rounded(self.LONGEST_MS / self._ms_per_token), self.FIRST)
+        return max(self._rounded(fitting), min(usual, slowest, least))
+
+    def expected_ms(self, num_prompt_tokens: int) -> float:
+        """Expected milliseconds of a step with so many prompt tokens."""
+        return self._decode_ms + num_prompt_tokens * self._ms_per_token
+
+    def _rounded(self, num_tokens: float) -> int:
+        if num_tokens < self.USUAL:
+            return int(num_tokens // self.BLOCK) * self.BLOCK
+        return self.USUAL << (int(num_tokens / self.USUAL).bit_length() - 1)
+
+    def chunk(self, start: int, size: int, left: int) -> int:
+        """Tokens of a chunk of about `size` from `start`; large chunks end at aligned positions.
+
+        Returns `left`, all that remains, if it is at most an eighth larger: a small remainder would
+        cost a step of its own.
+        """
+        if size >= self.USUAL:
+            step = min(size, self.MAX_ALIGNED)
+            size = (start + size + step // 4) // step * step - start
+        return left if left <= size + size // 8 else size
+
+
 class StepCosts:
     """Seconds per step: by number of rows without drafts, by number of tokens with drafts."""
 
@@ -131,7 +281,7 @@ def _blended(known: tuple[float, int] | None, seconds: float) -> tuple[float, in
     if count < _SETTLED:  # the first step of a size may include one-time setup
         return min(cost, seconds), count + 1
     # An outlier was delayed by something else; cap its influence.
-    return cost + _SMOOTHING * (min(seconds, 2 * cost) - cost), count + 1
+    return cost + _COST_SMOOTHING * (min(seconds, 2 * cost) - cost), count + 1
 
 
 def interpolated(points: Sequence[tuple[int, float]], num_tokens: int) -> float:

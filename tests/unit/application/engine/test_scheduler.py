@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from semantic.adapters.outbound.backends.fake import fake_spec
 from semantic.application.engine.generation import Generation
 from semantic.application.engine.scheduler import (
-    ChunkBudget,
     ConcurrentScheduler,
     VirtualClock,
 )
+from semantic.application.engine.steps import ChunkBudget
 from semantic.application.parsing.text_assembler import TextAssembler
 from semantic.application.settings import EngineLimits
 from semantic.domain.chat import ServiceClass
