@@ -31,8 +31,14 @@ from tests.attack.templates import HostileTemplates
 KINDS: dict[str, type[Attack]] = {
     attack.kind: attack
     for attack in (
-        *(Kills, DamagedFiles, FuzzedRequests, HostileSchemas),
-        *(HostileTemplates, TamperedImports, Connections, Races),
+        Kills,
+        DamagedFiles,
+        FuzzedRequests,
+        HostileSchemas,
+        HostileTemplates,
+        TamperedImports,
+        Connections,
+        Races,
     )
 }
 _MOST_SHOWN = 20

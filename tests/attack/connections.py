@@ -251,5 +251,13 @@ def _churn(server: Server, sockets: contextlib.ExitStack, _: random.Random) -> i
 
 
 MISUSES = (
-    *(_silent, _slow_headers, _slow_body, _half_closed, _unread, _reset, _garbage, _idle, _churn),
+    _silent,
+    _slow_headers,
+    _slow_body,
+    _half_closed,
+    _unread,
+    _reset,
+    _garbage,
+    _idle,
+    _churn,
 )

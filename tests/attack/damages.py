@@ -105,7 +105,16 @@ def _remove(path: Path, _: random.Random) -> None:
 
 
 BYTE_DAMAGES: Sequence[Callable[[Path, random.Random], None]] = (
-    *(_cut, _empty, _flip, _zero, _lengthen, _swell, _scramble, _as_text, _long_header, _remove),
+    _cut,
+    _empty,
+    _flip,
+    _zero,
+    _lengthen,
+    _swell,
+    _scramble,
+    _as_text,
+    _long_header,
+    _remove,
 )
 
 
@@ -201,10 +210,17 @@ def _foreign_files(place: Place, dice: random.Random) -> None:
     root = place.blocks[0].parent.parent
     name = dice.randbytes(32).hex()
     names = (
-        *("blocks/notes.txt", "blocks/.hidden", "blocks/model.safetensors", "blocks/a/b/c/deep"),
-        *(f"blocks/{root.name}/notes.txt", f"blocks/{root.name}/00/README.md"),
-        *(f"blocks/{root.name}/00/draft.tmp", f"blocks/{root.name}/{name[:2]}/{name}.txt"),
-        *("thesis.doc", "blocks/aa/bb/thesis.doc", "notes/of/mine.txt"),
+        "blocks/notes.txt",
+        "blocks/.hidden",
+        "blocks/model.safetensors",
+        "blocks/a/b/c/deep",
+        f"blocks/{root.name}/notes.txt",
+        f"blocks/{root.name}/00/README.md",
+        f"blocks/{root.name}/00/draft.tmp",
+        f"blocks/{root.name}/{name[:2]}/{name}.txt",
+        "thesis.doc",
+        "blocks/aa/bb/thesis.doc",
+        "notes/of/mine.txt",
     )
     for path in dice.sample(names, 6):
         (place.cache / path).parent.mkdir(parents=True, exist_ok=True)

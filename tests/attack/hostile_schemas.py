@@ -162,7 +162,18 @@ def _nonsense(dice: random.Random) -> Schema:
 
 
 MAKERS: tuple[Callable[[random.Random], Schema], ...] = (
-    *(_products, _mutual_refs, _self_required, _counted_pattern, _huge_enum, _many_properties),
-    *(_far_bounds, _deep, _any_of_refs, _doubling_refs, _crossed_options, _crossed_patterns),
-    *(_deep_items, _nonsense),
+    _products,
+    _mutual_refs,
+    _self_required,
+    _counted_pattern,
+    _huge_enum,
+    _many_properties,
+    _far_bounds,
+    _deep,
+    _any_of_refs,
+    _doubling_refs,
+    _crossed_options,
+    _crossed_patterns,
+    _deep_items,
+    _nonsense,
 )

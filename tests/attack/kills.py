@@ -26,7 +26,10 @@ class Kills(Attack):
         for durability, is_encrypted in (("sync", True), ("write_behind", False), ("sync", False)):
             work = self.work / f"{durability}{'-encrypted' * is_encrypted}"
             trial = Trial(
-                *(work / "home", work, durability, options),
+                work / "home",
+                work,
+                durability,
+                options,
                 agents=make_agents(MODEL, _NUM_AGENTS, max_tokens=40),
                 seed=0,
                 most_replies=_MOST_REPLIES,

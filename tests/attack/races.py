@@ -214,8 +214,24 @@ class _Racer:
 
 
 _DEEDS: tuple[Callable[[_Racer, str], httpx.Response], ...] = (
-    *(_Racer._generate, _Racer._generate, _Racer._generate, _Racer._generate),
-    *(_Racer._leave, _Racer._chat, _Racer._chat, _Racer._cancel, _Racer._fork, _Racer._fork),
-    *(_Racer._rewind, _Racer._delete, _Racer._export, _Racer._evict, _Racer._evict),
-    *(_Racer._prefetch, _Racer._collect, _Racer._verify, _Racer._patch, _Racer._list),
+    _Racer._generate,
+    _Racer._generate,
+    _Racer._generate,
+    _Racer._generate,
+    _Racer._leave,
+    _Racer._chat,
+    _Racer._chat,
+    _Racer._cancel,
+    _Racer._fork,
+    _Racer._fork,
+    _Racer._rewind,
+    _Racer._delete,
+    _Racer._export,
+    _Racer._evict,
+    _Racer._evict,
+    _Racer._prefetch,
+    _Racer._collect,
+    _Racer._verify,
+    _Racer._patch,
+    _Racer._list,
 )

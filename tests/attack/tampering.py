@@ -168,8 +168,17 @@ def member_content(export: Export, dice: random.Random) -> None:
     member = dice.choice(export.members)
     member.content = dice.choice(
         (
-            *(b"", b"{", b"null", b"[]", b"\xff", b"5", b'"x"', b"[" * 900 + b"]" * 900),
-            *(b'{"a":' * 100_000, dice.randbytes(1000), b"NaN"),
+            b"",
+            b"{",
+            b"null",
+            b"[]",
+            b"\xff",
+            b"5",
+            b'"x"',
+            b"[" * 900 + b"]" * 900,
+            b'{"a":' * 100_000,
+            dice.randbytes(1000),
+            b"NaN",
         )
     )
 
@@ -180,8 +189,18 @@ def signature(export: Export, dice: random.Random) -> None:
 
 
 CHANGES: tuple[Callable[[Export, random.Random], None], ...] = (
-    *(hostile_settings, all_payloads, agent_fields, turn_fields, block_payload, block_header),
-    *(said_otherwise, pointers, member_order, member_content, signature, untouched),
+    hostile_settings,
+    all_payloads,
+    agent_fields,
+    turn_fields,
+    block_payload,
+    block_header,
+    said_otherwise,
+    pointers,
+    member_order,
+    member_content,
+    signature,
+    untouched,
 )
 
 

@@ -19,9 +19,13 @@ SEED = 1
 def damage_rounds() -> list[int]:
     """Damages that between them touch blocks, foreign files, links, and both copies of turns."""
     chosen = (
-        *("block_flip", "blocks is a link", "foreign files"),
-        *("ledger and backup_scramble", "write-ahead log_cut"),
-        *("all files of the ledger gone", "a bit of a turn is flipped"),
+        "block_flip",
+        "blocks is a link",
+        "foreign files",
+        "ledger and backup_scramble",
+        "write-ahead log_cut",
+        "all files of the ledger gone",
+        "a bit of a turn is flipped",
     )
     return [number for number, damage in enumerate(DAMAGES) if damage.name in chosen]
 
@@ -67,7 +71,7 @@ class Unlucky(Attack):
         self.find(f"rolled {dice.randrange(6)}")
 
 
-def test_what_is_found_and_what_fails_is_told(
+def test_findings_and_failed_rounds_are_reported(
     truth: Truth, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome = campaign.carry_out(Unlucky(tmp_path, truth), 7, campaign.numbers(0, 2, 60))

@@ -208,5 +208,13 @@ def _is_same(found: State | None, state: State | None) -> bool:
 
 
 KINDS: Sequence[str] = (
-    *("create", "update", "generate", "generate", "fork", "rewind", "import", "delete", "forget"),
+    "create",
+    "update",
+    "generate",
+    "generate",
+    "fork",
+    "rewind",
+    "import",
+    "delete",
+    "forget",
 )

@@ -59,7 +59,12 @@ def test_the_fake_model(durability: str, is_encrypted: bool, tmp_path: Path) -> 
     agents = make_agents("fake", 6, max_tokens=60)
     changers = [Changer(f"changed-{number}", "fake", SEED) for number in range(2)]
     trial = Trial(
-        *(tmp_path / "home", tmp_path, durability, options, agents, SEED),
+        tmp_path / "home",
+        tmp_path,
+        durability,
+        options,
+        agents,
+        SEED,
         changers=changers,
         is_encrypted=is_encrypted,
     )

@@ -34,8 +34,18 @@ DISK_BUDGET_MB = 256  # of which the ledger takes a part
 SETTINGS = {**PATIENT_SETTINGS, "upkeep_interval_s": 1, "orphan_ttl_h": 1 / 60}
 OPTIONS = ("--disk-budget-mb", str(DISK_BUDGET_MB), "--memory-budget-mb", "2")
 WORDS = [
-    *("rivers", "hills", "salt", "wool", "paper", "clocks"),
-    *("books", "rails", "gates", "citizens", "trade", "coast"),
+    "rivers",
+    "hills",
+    "salt",
+    "wool",
+    "paper",
+    "clocks",
+    "books",
+    "rails",
+    "gates",
+    "citizens",
+    "trade",
+    "coast",
 ]
 # What a figure may be over its own of the first half: allocators, caches and pools of threads fill
 # up, the latter until there are as many as ask at once.

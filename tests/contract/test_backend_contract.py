@@ -255,7 +255,9 @@ def test_truncate_to_no_less_changes_nothing(backend: ModelBackendPort, alone: A
     assert run.finish() == alone(prompt(20))
 
 
-def test_what_a_cut_lost_is_loaded_again(backend: ModelBackendPort, alone: Alone) -> None:
+def test_state_lost_by_a_truncation_is_loaded_again(
+    backend: ModelBackendPort, alone: Alone
+) -> None:
     params = SamplingParams(temperature=0, repetition_penalty=1.8)
     run = begin(backend, 0, prompt(20), params)
     parts = run.seal(*FULL_BLOCKS)
@@ -304,7 +306,7 @@ def test_any_history(
     assert shared_backend.memory() == 0
 
 
-def test_a_device_says_how_full_it_is(shared_backend: ModelBackendPort) -> None:
+def test_a_device_reports_its_memory(shared_backend: ModelBackendPort) -> None:
     memory = shared_backend.device_memory()
     assert memory is None or 0 < memory.used <= memory.total
 
@@ -322,7 +324,9 @@ def embedded(backend: ModelBackendPort, seq: int, tokens: list[int], *ends: int)
     return [sum(values) for values in zip(*pieces, strict=True)]
 
 
-def test_a_text_has_one_vector_in_pieces_and_beside_others(backend: ModelBackendPort) -> None:
+def test_a_text_has_the_same_embedding_in_pieces_and_beside_others(
+    backend: ModelBackendPort,
+) -> None:
     tokens = prompt(30)
     whole = embedded(backend, 0, tokens)
     neighbour = begin(backend, 1, prompt(9, seed=1))

@@ -334,7 +334,7 @@ def test_truncate_below_nothing(backend: ModelBackendPort, alone: Alone) -> None
     assert run.finish() == alone(prompt(10))
 
 
-def test_tickets_are_for_what_they_were_given_for(backend: ModelBackendPort) -> None:
+def test_a_ticket_of_the_other_kind_is_refused(backend: ModelBackendPort) -> None:
     run = begin(backend, 0, prompt(10))
     stepped = backend.launch(Step((run.chunk(),)))
     saved = backend.snapshot(run.seq, 0, 10, backend.spec.kinds[0])

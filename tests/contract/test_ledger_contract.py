@@ -187,7 +187,7 @@ def test_a_head_moves_only_from_where_its_writer_saw_it(ledger: LedgerPort) -> N
     assert ledger.agents("local") == (moved,)
 
 
-def test_of_two_that_move_an_agent_at_once_one_wins_each_time(open_ledger: Open) -> None:
+def test_of_two_concurrent_moves_of_an_agent_one_wins(open_ledger: Open) -> None:
     ledgers = [open_ledger(), open_ledger()]
     ledgers[0].apply([AdvanceHead(agent_of("coder", None, 0), None)], is_synced=False)
     wins: list[str] = []
@@ -253,7 +253,7 @@ def test_a_lease_that_was_taken_over_moves_nothing(shared_ledger: SharedLedger) 
     assert shared_ledger.acquire("local", "coder", ttl_s=60) is not None  # it ended with the turn
 
 
-def test_a_lease_that_ran_out_and_nobody_took_still_holds(shared_ledger: SharedLedger) -> None:
+def test_an_expired_lease_holds_until_another_takes_it(shared_ledger: SharedLedger) -> None:
     agent = agent_of("coder", None, 0)
     epoch = shared_ledger.acquire("local", "coder", ttl_s=0.01)
     assert epoch is not None
@@ -267,7 +267,7 @@ def test_a_lease_that_ran_out_and_nobody_took_still_holds(shared_ledger: SharedL
 # -- what only several servers can do to each other -----------------------------------------------
 
 
-def test_servers_hear_what_others_do_and_not_themselves(database_url: str) -> None:
+def test_servers_receive_changes_of_others_and_not_their_own(database_url: str) -> None:
     pytest.importorskip("psycopg")
     from semantic.cluster.adapters.postgres import PostgresLedger
 
@@ -289,7 +289,7 @@ def test_servers_hear_what_others_do_and_not_themselves(database_url: str) -> No
     theirs.close()
 
 
-def test_a_database_that_is_gone_or_newer_says_so(database_url: str) -> None:
+def test_a_missing_or_newer_database_is_reported(database_url: str) -> None:
     pytest.importorskip("psycopg")
     from semantic.cluster.adapters.postgres import PostgresLedger
 
@@ -308,7 +308,7 @@ def test_a_database_that_is_gone_or_newer_says_so(database_url: str) -> None:
     nowhere.close()
 
 
-def test_an_agent_keeps_what_it_is_when_it_moves(ledger: LedgerPort) -> None:
+def test_an_agent_keeps_its_settings_when_its_head_moves(ledger: LedgerPort) -> None:
     agent = replace(agent_of("coder", None, 0), labels=(("a", "b"),), ttl_s=9.0)
     ledger.apply([AdvanceHead(agent, None)], is_synced=False)
     ledger.apply(advance(agent, "t1"), is_synced=False)

@@ -287,7 +287,9 @@ def test_the_later_half_is_gone_from_memory_and_disk(benches: Benches, alone: Al
     assert HEAD <= reuse.disk <= len(said) // 2
 
 
-def test_a_bad_file_costs_what_follows_it(benches: Benches, alone: Alone, tmp_path: Path) -> None:
+def test_a_bad_file_loses_the_blocks_that_follow_it(
+    benches: Benches, alone: Alone, tmp_path: Path
+) -> None:
     said = talk(bench := benches(), alone, 2)
     bench.forget()
     victim = next(node for node in bench.nodes() if node.start >= HEAD + BLOCK_TOKENS)

@@ -95,7 +95,9 @@ def test_families_that_differ_in_arithmetic_alone(mlx_model: GetModel, family: s
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM, PENALISED, replace(GREEDY, top_logprobs=2)])
-def test_a_step_ahead_whoever_draws(llama: ModelBackendPort, params: SamplingParams) -> None:
+def test_a_step_ahead_gives_the_same_tokens(
+    llama: ModelBackendPort, params: SamplingParams
+) -> None:
     """The next step is launched with a token nobody has seen yet."""
     straight = begin(llama, 0, prompt(11), params)
     expected = straight.finish(8)
@@ -316,7 +318,7 @@ def test_a_worker_thread_runs_and_ends_cleanly(mlx_model: GetModel) -> None:
     ]
 
 
-def test_a_fork_of_one_of_many_is_its_own(llama: ModelBackendPort) -> None:
+def test_a_fork_of_a_batched_sequence_is_independent(llama: ModelBackendPort) -> None:
     runs = [begin(llama, i, prompt(12, seed=i)) for i in range(3)]
     finish(runs, 2)
     held = runs[1].num_held

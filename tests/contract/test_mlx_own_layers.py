@@ -152,7 +152,7 @@ def test_a_fork_is_made_at_once(watched: Watched) -> None:
     watched.check(runs)
 
 
-def test_what_is_saved_stays_as_it_was(watched: Watched) -> None:
+def test_a_snapshot_is_unchanged_by_later_steps(watched: Watched) -> None:
     """A snapshot that is fetched after the sequence was cut back and went another way."""
     runs = watched.start(40, 10)
     backend = watched.backend
@@ -206,7 +206,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
     ],
     ids=["attention bias", "MLP bias", "other pairs are turned", "no positions by row"],
 )
-def test_odd_layers_stay_the_librarys(
+def test_layers_that_the_kernels_cannot_run_stay_the_librarys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Any, overrides: dict[str, Any]
 ) -> None:
     require_mlx()

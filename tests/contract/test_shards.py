@@ -57,7 +57,8 @@ def both(
     whole.shutdown()
 
 
-def test_two_processes_say_what_one_says_until_one_of_them_is_killed(
+@pytest.mark.slow
+def test_two_processes_reply_as_one_until_one_is_killed(
     both: tuple[ModelBackendPort, ShardedBackend],
 ) -> None:
     check_texts(*both)
@@ -135,7 +136,7 @@ class _Doubter(FakeBackend):
         return super().launch(Step(tuple(chunks)))
 
 
-def test_guesses_count_that_every_rank_found_right() -> None:
+def test_only_draft_tokens_that_every_rank_accepts_count() -> None:
     tokens = prompt(9)
     expected = begin(FakeBackend(), 0, tokens).finish()
     backend = in_threads([FakeBackend(), _Doubter()])
@@ -165,7 +166,7 @@ def test_what_cannot_be_divided_is_refused(tiny_model: GetModel) -> None:
         share_of(spec, 5)
 
 
-def test_a_share_that_cannot_be_loaded_says_why(tiny_model: GetModel) -> None:
+def test_a_share_that_cannot_be_loaded_gives_the_reason(tiny_model: GetModel) -> None:
     model = tiny_model("gpt-oss")
     with pytest.raises(InvalidRequestError, match="gpt_oss cannot be sharded: the library"):
         sharded(model, "torch")

@@ -51,7 +51,9 @@ def test_a_measured_dtype_is_kept_for_the_same_device() -> None:
         ((1.0, 1.2), (), "bfloat16", "measured 1.2 times as fast as float32"),
         ((1.0, 1.2), ("bfloat16",), "bfloat16", "measured 1.2 times as fast as float32"),
         (
-            *((1.0, 1.25), ("float32", "bfloat16"), "float32"),
+            (1.0, 1.25),
+            ("float32", "bfloat16"),
+            "float32",
             "stored KV cache has it; measured 0.8 times as fast as bfloat16",
         ),
         ((1.0, 1.2), ("float16",), "bfloat16", "measured 1.2 times as fast as float32"),
@@ -65,7 +67,7 @@ def test_the_dtype_of_stored_state_is_preferred_unless_it_is_much_slower(
     assert pick_dtype(measured, stored) == (chosen, reason)
 
 
-def test_a_backend_says_how_it_computes(tiny_model: GetModel) -> None:
+def test_a_backend_reports_how_it_computes(tiny_model: GetModel) -> None:
     model = tiny_model("llama")
     backend = TorchBackend(model.directory, model.spec, TorchOptions("float32", num_threads=1))
     assert backend.traits.compute == Compute("cpu", "float32", 1, "PyTorch", "it was asked for")
@@ -112,7 +114,7 @@ def test_quantised_weights_run_and_have_state_of_their_own(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_whose_modules_are_called_directly_computes_the_very_same(
+def test_a_model_whose_modules_are_called_directly_computes_the_same(
     tiny_model: GetModel, family: str
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model(family).directory).eval()

@@ -179,7 +179,7 @@ LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     ],
     ids=["llama3", "qwen2", "qwen3", "mistral"],
 )
-def test_models_built_from_their_files_are_those_of_the_library(
+def test_models_built_from_files_equal_the_librarys(
     native: NativeBuild, config: object, tmp_path: Path
 ) -> None:
     """Logits of a whole prompt, by either code."""
@@ -222,7 +222,7 @@ def _logits(model: Any, spec: ModelCacheSpec, tokens: tuple[int, ...]) -> torch.
     ],
     ids=["rope", "activation", "missing", "family", "head", "size"],
 )
-def test_what_is_not_known_by_heart_is_the_librarys_to_read(
+def test_models_that_are_not_supported_are_read_by_the_library(
     change: dict[str, object], tiny_model: GetModel
 ) -> None:
     model = tiny_model("llama")
@@ -275,7 +275,7 @@ def test_without_a_compiler_there_is_none_and_the_reason_is_given(
     assert build.reason in backend.traits.compute.slow
 
 
-def test_a_compiler_that_fails_is_no_compiler(
+def test_a_compiler_that_fails_counts_as_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CC", "false")

@@ -111,7 +111,7 @@ def test_every_variant_gives_the_bytes_of_the_reference(
 
 @pytest.mark.parametrize("name", [variant.name for variant in VARIANTS])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_results_are_those_recorded_on_another_machine(
+def test_results_equal_those_recorded_on_another_machine(
     variant: GetVariant, name: str, bits: int
 ) -> None:
     library, digest = variant(name), hashlib.sha256()

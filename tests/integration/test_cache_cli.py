@@ -35,7 +35,7 @@ def block_files(home: Path) -> list[Path]:
     return sorted((home / "cache" / "blocks").rglob("*.safetensors"))
 
 
-def test_stats_say_what_is_there(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_report_the_cache(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "stats", "--home", str(home)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [f"directory  {home}/cache", "agents     2", "turns      2"]
@@ -47,7 +47,7 @@ def test_stats_say_what_is_there(home: Path, capsys: pytest.CaptureFixture[str])
     assert lines[5].endswith(" of it for the ledger and its backup")
 
 
-def test_verify_removes_bad_files_and_says_so(
+def test_verify_removes_and_reports_bad_files(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = block_files(home)
@@ -160,7 +160,7 @@ def test_gc_keeps_the_beginning_of_what_lost_its_end(home: Path) -> None:
 
 
 @pytest.mark.parametrize("action", ["stats", "verify", "gc"])
-def test_a_directory_without_a_cache_is_one_sentence_and_stays_as_it_is(
+def test_a_directory_without_a_cache_is_a_one_line_error_and_stays_unchanged(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["cache", action, "--cache-dir", str(tmp_path)]) == 2

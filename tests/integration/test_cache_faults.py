@@ -132,7 +132,7 @@ def test_a_bad_file_that_is_read_or_verified_goes_to_quarantine_until_gc(
 # -- directories of somebody else --------------------------------------------------------------
 
 
-def test_a_start_in_a_directory_of_somebody_else_touches_nothing(
+def test_a_start_in_another_users_directory_touches_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project = tmp_path / "project"
@@ -166,7 +166,7 @@ def test_a_lost_ledger_is_restored_and_its_index_rebuilt(
     assert_right(reference, said)
 
 
-def test_a_ledger_that_is_gone_with_its_backups_and_its_mark_is_said(
+def test_a_ledger_lost_with_its_backups_and_its_mark_is_reported(
     kept: tuple[Path, Conversation],
 ) -> None:
     home, _ = kept
@@ -239,7 +239,7 @@ def test_a_damaged_turn_without_a_copy_is_named_and_other_agents_go_on(tmp_path:
         http.post("/v1/agents/other/generate", json=ask_more).raise_for_status()
 
 
-def test_a_ledger_another_program_locks_is_refused_and_the_directory_let_go(
+def test_a_ledger_locked_by_another_program_is_refused_and_the_directory_released(
     kept: tuple[Path, Conversation],
 ) -> None:
     home, _ = kept
@@ -391,7 +391,7 @@ def asked(http: httpx.Client, model: str, question: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("durability", ["sync", "write_behind"])
-def test_every_reply_says_whether_its_turn_is_safe_where_that_is_promised(
+def test_with_sync_durability_every_reply_says_whether_its_turn_is_on_disk(
     durability: str, tmp_path: Path
 ) -> None:
     with small_disk(tmp_path / "disk", "size=4m") as disk:
@@ -430,7 +430,7 @@ def change_all(http: httpx.Client, response_id: str, file: bytes) -> dict[str, h
 
 
 @pytest.mark.parametrize("durability", ["sync", "write_behind"])
-def test_a_change_that_is_not_on_disk_is_not_confirmed_where_that_is_promised(
+def test_with_sync_durability_a_change_that_is_not_on_disk_is_not_confirmed(
     durability: str, tmp_path: Path
 ) -> None:
     with small_disk(tmp_path / "disk", "size=4m") as disk:
@@ -501,7 +501,7 @@ def test_a_disk_that_is_full_while_files_are_evicted(
         assert main(["cache", "verify", "--cache-dir", str(disk / "cache")]) == 0
 
 
-def test_blocks_that_cannot_be_written_any_more_are_told_once(
+def test_blocks_that_can_no_longer_be_written_are_reported_once(
     kept: tuple[Path, Conversation],
     reference: RunningServer,
     caplog: pytest.LogCaptureFixture,

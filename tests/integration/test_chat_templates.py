@@ -137,7 +137,7 @@ def test_ids_are_those_of_the_whole_text(model: Model, number: int) -> None:
     assert list(prompt.tokens) == model.reference.encode(text, add_special_tokens=False).ids
 
 
-def test_ids_are_those_of_the_whole_text_whatever_is_said(models: Models) -> None:
+def test_ids_are_those_of_the_whole_text_for_any_conversation(models: Models) -> None:
     made = [Model(models[name]) for name in (STARTER, "gemma", "llama")]
     pieces = st.sampled_from(["<", ">", "|", "im_", " ", "\n", "\n\n", "é", "漢", "a", "'s", "12"])
     texts = st.lists(pieces, max_size=12).map("".join)
@@ -262,7 +262,7 @@ def test_the_head_is_the_same_for_all_and_ends_at_a_boundary(model: Model) -> No
 # -- tools, system messages, dates --------------------------------------------------------------
 
 
-def test_everything_said_is_shown_in_order(model: Model) -> None:
+def test_every_message_is_rendered_in_order(model: Model) -> None:
     text = spoken(model, model.renderer.render(coding()[-1].request, today=TODAY))
     position = 0
     for words in (
@@ -343,7 +343,7 @@ IN_LOOP = (results(text_result("t1", "x")),)
         (THOUGHT, say("Yes."), IN_LOOP, True),  # the template shows it here
     ],
 )
-def test_a_reply_is_replayed_if_it_says_the_same(
+def test_a_reply_with_the_same_text_is_replayed(
     qwen: Model, reply: Message, echo: Message, more: tuple[Message, ...], is_replayed: bool
 ) -> None:
     was_extended, second = two_turns(qwen, reply, echo, *more)

@@ -83,9 +83,15 @@ def test_a_conversation_with_commands(run: Run) -> None:
     given = "\n".join(("Hi.\n\n/fork dora2\nAgain.\n/log\n/rewind\n/explain", *commands, ""))
     said = run("chat", "dora", "--max-tokens", "4", "--system", "Be brief.", given=given)
     for words in (
-        *("now talking to dora2", "Again.", "back at turn 1", "of the latest prompt's"),
-        *("asks for the one served", "asks for claude-x", "no model 'gpt?x'; there are: fake"),
-        *("unknown command /nonsense", "/fork [NAME]"),
+        "now talking to dora2",
+        "Again.",
+        "back at turn 1",
+        "of the latest prompt's",
+        "asks for the one served",
+        "asks for claude-x",
+        "no model 'gpt?x'; there are: fake",
+        "unknown command /nonsense",
+        "/fork [NAME]",
     ):
         assert words.casefold() in said.casefold()
     dora2 = asked(run, "agents", "show", "dora2")
@@ -134,7 +140,7 @@ def test_foreign_text_neither_commands_the_terminal_nor_is_markup(run: Run, url:
         assert "[/INST] [bold]b[/bold] [2J2J" in text.replace("\\x1b", "").replace("\\x9b", "")
 
 
-def test_what_is_asked_before_it_is_deleted(run: Run) -> None:
+def test_delete_asks_for_confirmation(run: Run) -> None:
     run("chat", "flo", "-m", "Hi.", "--max-tokens", "2")
     for answer in ("n\n", ""):
         assert "nothing was deleted" in run("agents", "rm", "flo", given=answer, status=2)
@@ -242,7 +248,7 @@ def test_doctor_looks_at_everything(run: Run, url: str, tmp_path: Path) -> None:
     assert not [one for one in found if one["level"] == "bad"]
 
 
-def test_doctor_says_what_is_wrong(run: Run, tmp_path: Path) -> None:
+def test_doctor_reports_problems(run: Run, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = str(taken.getsockname()[1])
@@ -254,14 +260,14 @@ def test_every_client_that_can_be_launched_can_be_installed() -> None:
 
 
 @pytest.mark.parametrize("client", list(CLIENTS))
-def test_a_client_is_told_where_the_server_is(run: Run, url: str, client: str) -> None:
+def test_a_launched_client_gets_the_servers_address(run: Run, url: str, client: str) -> None:
     plan = run("launch", client, "--dry-run", "--", "-p", "hi")
     assert json.loads(plan)["command"][-2:] == ["-p", "hi"]
     assert url in plan
     assert "fake" in plan
 
 
-def test_a_launched_client_gets_files_arguments_and_its_status_is_ours(
+def test_a_launched_client_gets_files_and_arguments_and_its_exit_status_is_returned(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in for `pi`, which prints what it was given."""
@@ -278,7 +284,9 @@ def test_a_launched_client_gets_files_arguments_and_its_status_is_ours(
     assert json.loads(config)["providers"]["semantic"]["apiKey"] == "secret"
 
 
-def test_who_is_not_there_is_said_in_a_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_report_missing_clients_servers_and_wrong_arguments_in_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "unknown client 'vi'" in run("launch", "vi", status=2)
     monkeypatch.setenv("PATH", "")
     assert "is not installed: npm install" in run("launch", "codex", status=2)

@@ -158,7 +158,7 @@ def test_with_cache_control_what_was_computed_is_written(
 # -- what responses repeat --------------------------------------------------------------------
 
 
-def test_a_response_says_how_it_was_sampled(openai_client: openai.OpenAI) -> None:
+def test_a_response_reports_its_sampling_parameters(openai_client: openai.OpenAI) -> None:
     given = openai_client.responses.create(
         model="fake", input="hi", temperature=0.5, max_output_tokens=3
     )

@@ -170,7 +170,7 @@ NO_ID = "an agent id must be 1 to 128 of the characters A-Z a-z 0-9 . _ -, and n
     ],
     ids=["path", "list", "query", "tool", "number"],
 )
-def test_a_refusal_says_what_a_field_may_be(
+def test_a_refusal_names_the_allowed_values(
     http: httpx.Client, method: str, path: str, body: dict[str, Any] | None, message: str
 ) -> None:
     answer = http.request(method, f"/v1/agents{path}", json=body)
@@ -203,7 +203,7 @@ def test_agents_are_listed_in_pages_in_any_order(http: httpx.Client) -> None:
     assert error_of(http.get("/v1/agents", params={"label": "kind"}))[0] == 400
 
 
-def test_who_nobody_named_is_listed_from_the_second_turn_on(http: httpx.Client) -> None:
+def test_an_unnamed_agent_is_listed_from_its_second_turn_on(http: httpx.Client) -> None:
     said = [{"role": "user", "content": "one question, asked once"}]
 
     def ask() -> str:
@@ -251,7 +251,7 @@ def test_only_the_new_message_is_sent_and_the_rest_is_remembered(
     assert get(http, "/v1/agents/a")["head"] == second["turn_id"]
 
 
-def test_a_stream_says_what_a_whole_reply_says(http: httpx.Client) -> None:
+def test_a_stream_has_the_text_of_the_whole_reply(http: httpx.Client) -> None:
     make(http, id="a")
     make(http, id="b")
     whole = say(http, "a", "hello")

@@ -33,7 +33,7 @@ def running(tmp_path: Path) -> Iterator[RunningServer]:
 # -- tiers ------------------------------------------------------------------------------------
 
 
-def test_prefetch_brings_it_back_before_it_is_asked_for(http: httpx.Client) -> None:
+def test_prefetch_loads_an_agent_before_its_next_turn(http: httpx.Client) -> None:
     make(http, id="a", system=LONG)
     say(http, "a", "one")
     http.post("/v1/agents/a/evict")
@@ -71,7 +71,7 @@ def test_what_a_pinned_agent_reaches_is_pinned(http: httpx.Client, running: Runn
 # -- figures ----------------------------------------------------------------------------------
 
 
-def test_the_cache_says_how_it_is(http: httpx.Client, running: RunningServer) -> None:
+def test_the_cache_endpoint_reports_its_state(http: httpx.Client, running: RunningServer) -> None:
     fresh = get(http, "/v1/cache")
     assert (fresh["replies"], fresh["dedup_ratio"], fresh["hit_rates"]["all"]) == (0, None, None)
     replies = []
@@ -139,18 +139,20 @@ def test_blocks_are_listed_in_pages_and_then_as_they_change(http: httpx.Client) 
     assert get(http, "/v1/cache/blocks", since=last["mark"])["gone"] == []
 
 
-def test_nobody_is_answered_when_all_is_said(http: httpx.Client) -> None:
+def test_no_request_is_listed_as_running_after_it_ended(http: httpx.Client) -> None:
     make(http, id="a")
     say(http, "a", "one")
     await_that(lambda: get(http, "/v1/running") == {"object": "list", "data": []})
 
 
 @pytest.mark.parametrize("since", [0, 2**62])
-def test_who_was_away_for_long_reads_all_blocks_again(http: httpx.Client, since: int) -> None:
+def test_a_reader_that_missed_too_much_gets_all_blocks_again(
+    http: httpx.Client, since: int
+) -> None:
     assert get(http, "/v1/cache/blocks", since=since)["stale"]
 
 
-def test_garbage_goes_and_the_rest_is_checked(http: httpx.Client) -> None:
+def test_gc_deletes_garbage_and_verify_checks_the_rest(http: httpx.Client) -> None:
     make(http, id="a", system=LONG)
     make(http, id="b", system="b" + LONG)
     say(http, "a", "one")
@@ -169,7 +171,7 @@ def test_garbage_goes_and_the_rest_is_checked(http: httpx.Client) -> None:
 # -- events -----------------------------------------------------------------------------------
 
 
-def test_those_who_watch_are_told(http: httpx.Client) -> None:
+def test_watchers_receive_events(http: httpx.Client) -> None:
     heard: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def listen() -> None:
@@ -209,9 +211,7 @@ def test_those_who_watch_are_told(http: httpx.Client) -> None:
     assert sum(e["sealed"] for e in events if e["type"] == "cache") > 0
 
 
-def test_a_server_that_stops_lets_those_who_watch_go(
-    http: httpx.Client, running: RunningServer
-) -> None:
+def test_a_server_that_stops_ends_event_streams(http: httpx.Client, running: RunningServer) -> None:
     with http.stream("GET", "/v1/events") as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
@@ -264,7 +264,7 @@ def test_a_name_that_is_taken_is_not_overwritten(http: httpx.Client) -> None:
     assert error_of(http.post("/v1/agents/import?id=a%20b", content=content))[0] == 400
 
 
-def test_who_comes_back_under_a_name_lives_like_a_named_agent(
+def test_an_anonymous_agent_imported_under_a_name_lives_like_a_named_one(
     http: httpx.Client, running: RunningServer
 ) -> None:
     agents, tenant = running.server.memory.agents, LOCAL_TENANT

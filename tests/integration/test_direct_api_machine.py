@@ -179,7 +179,7 @@ def _until(log: tuple[str, ...], turn_id: str) -> tuple[str, ...]:
     return log[: log.index(turn_id) + 1]
 
 
-def test_any_calls_leave_agents_as_a_plain_model_says(running: RunningServer) -> None:
+def test_any_calls_leave_agents_as_a_reference_model_predicts(running: RunningServer) -> None:
     with running.client() as http:
 
         class Machine(ApiMachine):

@@ -83,7 +83,7 @@ def test_a_choice_of_one_backend_is_not_used_by_another(tmp_path: Path) -> None:
     assert torch != mlx
 
 
-def test_stored_dtypes_are_those_that_torch_wrote_for_the_model() -> None:
+def test_stored_dtypes_are_those_torch_wrote_for_the_model() -> None:
     root = BlockName(bytes(32))
     origins = [
         BlockOrigin(root, "ours", "torch.v1.bfloat16.grouped", "q8g64", 40),
@@ -109,7 +109,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
     return found
 
 
-def test_what_is_said_of_state_in_another_dtype_is_true(
+def test_the_report_on_state_in_another_dtype_is_true(
     tiny_starter_dir: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -56,7 +56,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("backend", ["fake", "torch"])
-def test_what_was_said_is_not_in_any_file_and_comes_back(
+def test_encrypted_text_is_in_no_file_and_is_restored(
     tmp_path: Path, backend: str, request: pytest.FixtureRequest
 ) -> None:
     model: dict[str, Any] = {"backend": backend}

@@ -73,7 +73,9 @@ def first_words(http: httpx.Client, name: str) -> list[str]:
     return said
 
 
-def test_a_strangers_state_reaches_nobody(exported: bytes, tmp_path: Path) -> None:
+def test_imported_state_of_an_untrusted_signer_is_not_shared(
+    exported: bytes, tmp_path: Path
+) -> None:
     with run_server(make_settings(tmp_path / "clean")) as running, running.client() as clean:
         make(clean, id="a", system=LONG)
         expected = [say(clean, "a", "one")["text"], say(clean, "a", "two")["text"]]
@@ -95,7 +97,7 @@ def test_a_strangers_state_reaches_nobody(exported: bytes, tmp_path: Path) -> No
         assert first_words(http, "d") == expected
 
 
-def test_a_strangers_tokens_are_not_taken_for_what_was_said(
+def test_imported_tokens_of_an_untrusted_signer_are_not_replayed(
     exported: bytes, http: httpx.Client
 ) -> None:
     other = changed(exported, with_member_fields("turn", tokens="07000000" * 40, num_tokens=40))

@@ -66,7 +66,7 @@ def test_examples_can_be_followed(page: str, url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_an_example_is_run_or_says_what_it_needs(page: str) -> None:
+def test_every_example_is_run_or_names_what_it_needs(page: str) -> None:
     infos = [info for info, _ in _FENCE.findall(PAGES[page].read_text(encoding="utf-8"))]
     unknown = [info for info in infos if not re.fullmatch(r'\w+ title="needs [^"]+"', info)]
     assert set(unknown) <= RUN.keys() | DATA

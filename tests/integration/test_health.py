@@ -110,7 +110,7 @@ def test_swapping(tmp_path: Path) -> None:
         await_that(lambda: told(http) == ("ready", "ok"))
 
 
-def test_a_hung_engine_and_one_that_is_well_again(tmp_path: Path) -> None:
+def test_health_reports_a_hung_engine_and_its_recovery(tmp_path: Path) -> None:
     with run_server(make_settings(tmp_path, hang_timeout_s=0.2)) as running:
         gate = threading.Event()
         launch = backend_of(running).launch

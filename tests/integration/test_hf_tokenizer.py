@@ -184,7 +184,7 @@ def test_a_template_shows_the_day_it_is_given(tmp_path: Path) -> None:
     assert tokenizer.render_chat([], today=date(2026, 3, 1)) == "01 Mar 2026"
 
 
-def test_a_template_is_told_whether_to_think(tmp_path: Path) -> None:
+def test_a_template_gets_the_thinking_setting(tmp_path: Path) -> None:
     template = "{{ enable_thinking if enable_thinking is defined else 'unset' }}"
     tokenizer = HFTokenizer(write_model(tmp_path, SENTENCEPIECE, template))
     shown = [tokenizer.render_chat([], is_thinking=value) for value in (None, True, False)]

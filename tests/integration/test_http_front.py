@@ -169,7 +169,7 @@ def test_head_answers_as_get_does_without_the_body(http: httpx.Client, path: str
     assert "content-length" in head.headers
 
 
-def test_head_of_what_never_ends_and_of_what_is_not_there(http: httpx.Client) -> None:
+def test_head_requests_to_endless_and_missing_paths(http: httpx.Client) -> None:
     assert http.head("/v1/events").headers["content-type"].startswith("text/event-stream")
     assert http.head("/v1/agents/nobody").status_code == 404
     assert http.head("/v1/chat/completions").status_code == 405
@@ -279,7 +279,9 @@ def test_unknown_paths_and_methods_answer_in_shape(http: httpx.Client) -> None:
     assert missing.headers["x-request-id"].startswith("req_")
 
 
-def test_requests_while_loading_and_after_a_failed_load_say_so(tmp_path: Path) -> None:
+def test_requests_while_loading_and_after_a_failed_load_are_refused_with_the_reason(
+    tmp_path: Path,
+) -> None:
     settings = make_settings(tmp_path, backend="torch", model="no/such/model")
     with run_server(settings) as running, running.client() as http:
         assert http.get("/health/live").status_code == 503

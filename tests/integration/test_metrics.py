@@ -292,7 +292,7 @@ def test_figures_agree_with_the_cache_and_the_feed(tmp_path: Path) -> None:
     assert figures["semantic_disk_budget_bytes", ()] == cache["disk"]["budget"]
 
 
-def test_openmetrics_is_spoken_to_those_who_ask_for_it(http: httpx.Client) -> None:
+def test_clients_that_accept_openmetrics_get_it(http: httpx.Client) -> None:
     wanted = {"accept": "application/openmetrics-text; version=1.0.0"}
     reply = http.get("/metrics", headers=wanted)
     assert reply.headers["content-type"].startswith("application/openmetrics-text")

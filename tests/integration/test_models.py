@@ -248,7 +248,7 @@ def test_a_starter_model_that_was_imported_before_gets_its_authors_defaults(
 
 @pytest.mark.usefixtures("without_starter")
 @pytest.mark.parametrize("content", ['{"temperature": 1.0}', "{"])
-def test_what_someone_wrote_for_the_starter_model_stays(tmp_path: Path, content: str) -> None:
+def test_files_a_user_wrote_for_the_starter_model_stay(tmp_path: Path, content: str) -> None:
     directory = make_model(tmp_path / "models/starter")
     (directory / ".imported").write_text("1 0\n")
     path = directory / "generation_config.json"
@@ -272,7 +272,7 @@ def test_a_directory_with_the_starters_name_but_no_mark_is_used_only_without_the
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_hub_id_in_the_librarys_cache_or_in_ours(tmp_path: Path) -> None:
+def test_a_hub_id_is_found_in_the_hubs_cache_or_in_the_servers(tmp_path: Path) -> None:
     theirs = cache_model(tmp_path / "hub-cache", "org/theirs")
     ours = cache_model(tmp_path / "models/hub", "org/ours")
     assert source(tmp_path).resolve("org/theirs", quiet) == theirs
@@ -290,7 +290,7 @@ def test_a_cached_model_without_weights_is_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("offline")
-def test_an_unknown_hub_id_says_where_it_was_looked_for(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_hub_id_lists_where_it_was_searched(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="downloading it from Hugging Face failed"):
         source(tmp_path).resolve("org/nowhere", quiet)
 
@@ -299,7 +299,7 @@ def test_an_unknown_hub_id_says_where_it_was_looked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["nowhere", "./nowhere.gguf", "models/nowhere.gguf", "../a", "a--b/c"]
 )
-def test_anything_else_is_answered_with_what_is_possible(tmp_path: Path, name: str) -> None:
+def test_the_error_for_an_unknown_model_lists_the_possible_ones(tmp_path: Path, name: str) -> None:
     with pytest.raises(ModelNotFoundError, match=r"there is no model .*\.gguf file.*'starter'"):
         source(tmp_path).resolve(name, quiet)
     (tmp_path / "a/b").mkdir(parents=True)

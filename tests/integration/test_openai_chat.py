@@ -63,7 +63,7 @@ def test_whole_and_streamed_replies_agree(client: openai.OpenAI) -> None:
     assert cached == whole.usage.prompt_tokens - 1
 
 
-def test_a_prediction_is_taken_and_what_came_of_it_is_told(client: openai.OpenAI) -> None:
+def test_a_prediction_is_used_and_its_accepted_tokens_are_reported(client: openai.OpenAI) -> None:
     def ask(**more: Any) -> Any:
         reply = chat(client, temperature=0, max_tokens=80, **more)
         details = reply.usage.completion_tokens_details
@@ -350,7 +350,9 @@ def test_broken_arguments_and_thinking_in_the_history_are_taken(client: openai.O
 @pytest.mark.parametrize(
     "path", ["moderations", "audio/speech", "audio/transcriptions", "images/generations"]
 )
-def test_what_is_not_served_says_so_in_shape(client: openai.OpenAI, path: str) -> None:
+def test_unsupported_endpoints_are_refused_as_openai_errors(
+    client: openai.OpenAI, path: str
+) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.post(f"/{path}", cast_to=httpx.Response, body={"model": "fake", "input": "x"})
     assert caught.value.code == "unsupported_endpoint"

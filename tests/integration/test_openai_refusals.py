@@ -214,7 +214,10 @@ def test_a_missing_field_and_a_body_that_is_no_object(http: httpx.Client) -> Non
         *(("max_tokens", value) for value in (True, "3", 3.0)),
         *(("temperature", value) for value in ("1", True)),
         *(("stream", value) for value in ("yes", 1)),
-        *(("ignore_eos", "true"), ("n", "1"), ("seed", "7"), ("logit_bias", {"5": "1"})),
+        ("ignore_eos", "true"),
+        ("n", "1"),
+        ("seed", "7"),
+        ("logit_bias", {"5": "1"}),
     ],
 )
 def test_types_are_not_coerced(http: httpx.Client, field: str, value: Any) -> None:

@@ -45,7 +45,7 @@ def test_a_response_and_its_stream_agree(client: openai.OpenAI) -> None:
     assert last.response.usage.input_tokens_details.cache_write_tokens == 1
 
 
-def test_an_incomplete_response_says_why(client: openai.OpenAI) -> None:
+def test_an_incomplete_response_gives_the_reason(client: openai.OpenAI) -> None:
     response = respond(client, "hello", **ENDLESS)
     assert response.status == "incomplete"
     assert response.incomplete_details.reason == "max_output_tokens"
@@ -74,7 +74,7 @@ def test_going_on_from_the_head_advances_and_from_elsewhere_forks(
     assert made() == [2, 3]
 
 
-def test_what_goes_on_is_the_whole_conversation(client: openai.OpenAI) -> None:
+def test_a_continued_response_contains_the_whole_conversation(client: openai.OpenAI) -> None:
     """Sent as a whole or by an id, the prompt is the same."""
     first = respond(client, "whole or not", instructions="Old.")
     by_id = respond(

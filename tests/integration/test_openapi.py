@@ -41,10 +41,29 @@ NEEDED: dict[str, dict[str, Any]] = {
     },
 }
 HARMLESS = {
-    *("stream", "stream_options", "tools", "response_format", "text", "reasoning", "metadata"),
-    *("stop", "seed", "echo", "logprobs", "n", "store", "include", "instructions", "user"),
-    *("reasoning_effort", "parallel_tool_calls", "ignore_eos", "stop_token_ids", "session_id"),
-    *("background", "structured_outputs"),
+    "stream",
+    "stream_options",
+    "tools",
+    "response_format",
+    "text",
+    "reasoning",
+    "metadata",
+    "stop",
+    "seed",
+    "echo",
+    "logprobs",
+    "n",
+    "store",
+    "include",
+    "instructions",
+    "user",
+    "reasoning_effort",
+    "parallel_tool_calls",
+    "ignore_eos",
+    "stop_token_ids",
+    "session_id",
+    "background",
+    "structured_outputs",
 }
 LIMITS = {"max_tokens": MAX_REPLY, "max_completion_tokens": MAX_REPLY, "max_output_tokens": 4}
 
@@ -153,7 +172,15 @@ def test_answers_are_as_documented(
 
 
 NOTHING = [
-    *(b"", b"{", b"[]", b"null", b'"text"', b"1e999", b"\xff\xfe", b'{"a":' * 5000, b'{"id": NaN}')
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"text"',
+    b"1e999",
+    b"\xff\xfe",
+    b'{"a":' * 5000,
+    b'{"id": NaN}',
 ]
 
 

@@ -61,9 +61,11 @@ def test_nothing_comes_from_elsewhere(name: str) -> None:
         assert (STATIC / module).is_file(), module
 
 
-def test_licences_stand_beside_what_others_wrote() -> None:
+def test_licences_are_served_beside_third_party_files() -> None:
     assert {path.name for path in (STATIC / "vendor").glob("LICENSE.*")} == {
-        *("LICENSE.htm", "LICENSE.preact", "LICENSE.uplot"),
+        "LICENSE.htm",
+        "LICENSE.preact",
+        "LICENSE.uplot",
     }
 
 
@@ -72,7 +74,7 @@ def test_no_other_file_is_opened(http: httpx.Client, name: str) -> None:
     assert http.get(f"/page/{name}").status_code == 404
 
 
-def test_the_page_needs_no_key_and_what_it_asks_for_does(tmp_path: Path) -> None:
+def test_the_page_needs_no_key_and_its_requests_do(tmp_path: Path) -> None:
     keys = give_keys(tmp_path, "a")
     with run_server(make_settings(tmp_path)) as running, running.client() as http:
         assert http.get("/", headers=BROWSER).status_code == 200
@@ -83,7 +85,7 @@ def test_the_page_needs_no_key_and_what_it_asks_for_does(tmp_path: Path) -> None
         assert http.get("/v1/agents", headers=ours).status_code == 200
 
 
-def test_what_clients_are_told_is_what_the_documents_say() -> None:
+def test_client_settings_on_the_page_equal_those_in_the_documents() -> None:
     text = CONNECT.read_text("utf-8")
     values = {"url": "http://127.0.0.1:8000", "model": "smollm2-135m-instruct", "key": "none"}
     values |= {"context": "8192", "output": "2048"}

@@ -146,7 +146,7 @@ SYSTEM = "You are a helpful assistant. You know about geography and answer in on
 SECOND = "And which river runs through it?"
 
 
-def test_from_disk_from_nothing_and_from_memory_say_the_same(http: httpx.Client) -> None:
+def test_replies_from_disk_from_scratch_and_from_memory_are_the_same(http: httpx.Client) -> None:
     make(http, id="a", system=SYSTEM)
     first = say(http, "a", PARIS, max_tokens=12, ignore_eos=False)
     assert "Paris" in first["text"]

@@ -203,7 +203,7 @@ def test_malformed_requests_reach_nothing(target: Target, content: bytes) -> Non
     assert target.is_well()
 
 
-def test_what_a_request_says_never_becomes_a_header(target: Target) -> None:
+def test_request_text_never_becomes_a_header(target: Target) -> None:
     evil = "x\r\nset-cookie: evil=1"
     for body in ({**CHAT, "model": evil}, {**CHAT, "user": evil}, {**CHAT, "session_id": evil}):
         answer = target.http.post("/v1/chat/completions", json=body)

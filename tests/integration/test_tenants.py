@@ -55,13 +55,27 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 # -- keys -----------------------------------------------------------------------------------------
 
 PATHS = [
-    *(("GET", "/"), ("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/v1/models")),
-    *(("GET", "/v1/agents"), ("GET", "/v1/events"), ("GET", "/v1/responses/x")),
-    *(("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/messages")),
-    *(("POST", "/chat/completions"), ("POST", "/v1/messages/count_tokens")),
-    *(("POST", "/v1/agents"), ("POST", "/v1/agents/import"), ("POST", "/v1/cache/gc")),
-    *(("GET", "/v1/cache"), ("GET", "/cache"), ("GET", "/metrics"), ("GET", "/admin")),
-    *(("GET", "/nowhere"), ("HEAD", "/v1/models")),
+    ("GET", "/"),
+    ("GET", "/docs"),
+    ("GET", "/openapi.json"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/agents"),
+    ("GET", "/v1/events"),
+    ("GET", "/v1/responses/x"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/messages"),
+    ("POST", "/chat/completions"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/v1/agents"),
+    ("POST", "/v1/agents/import"),
+    ("POST", "/v1/cache/gc"),
+    ("GET", "/v1/cache"),
+    ("GET", "/cache"),
+    ("GET", "/metrics"),
+    ("GET", "/admin"),
+    ("GET", "/nowhere"),
+    ("HEAD", "/v1/models"),
 ]
 
 
@@ -121,8 +135,12 @@ def test_a_key_is_taken_from_either_header(house: House, headers: dict[str, str]
 @pytest.mark.parametrize(
     "method,path",
     [
-        *(("GET", "/v1/cache"), ("GET", "/cache"), ("POST", "/v1/cache/gc")),
-        *(("POST", "/v1/cache/verify"), ("GET", "/metrics"), ("GET", "/admin/models")),
+        ("GET", "/v1/cache"),
+        ("GET", "/cache"),
+        ("POST", "/v1/cache/gc"),
+        ("POST", "/v1/cache/verify"),
+        ("GET", "/metrics"),
+        ("GET", "/admin/models"),
     ],
 )
 def test_what_concerns_all_needs_an_admins_key(house: House, method: str, path: str) -> None:
@@ -324,7 +342,9 @@ def test_details_of_a_problem_are_for_the_admin(tmp_path: Path) -> None:
 # -- limits ---------------------------------------------------------------------------------------
 
 HEADERS = (
-    *("x-ratelimit-limit-{}", "x-ratelimit-remaining-{}", "x-ratelimit-reset-{}"),
+    "x-ratelimit-limit-{}",
+    "x-ratelimit-remaining-{}",
+    "x-ratelimit-reset-{}",
     *(f"anthropic-ratelimit-{{}}-{what}" for what in ("limit", "remaining", "reset")),
 )
 SHORT = {**CHAT, "messages": [{"role": "user", "content": "hi"}]}
@@ -338,7 +358,7 @@ SHORT = {**CHAT, "messages": [{"role": "user", "content": "hi"}]}
     ],
     ids=["key requests", "agent tokens"],
 )
-def test_beyond_a_rate_the_answer_says_when_to_come_back(
+def test_a_rate_limit_error_says_when_to_retry(
     tmp_path: Path, limits: dict[str, Any], kind: str
 ) -> None:
     asked: list[tuple[str, dict[str, Any]]] = [
@@ -372,7 +392,7 @@ def test_beyond_a_rate_the_answer_says_when_to_come_back(
         assert other.status_code == 200
 
 
-def test_answers_within_the_limits_say_what_is_left(tmp_path: Path) -> None:
+def test_answers_within_the_limits_report_the_remaining_quota(tmp_path: Path) -> None:
     rates = {"requests_per_minute": 5, "tokens_per_minute": 5000}
     with open_house(tmp_path, TenantEntry.model_validate({"key": rates})) as house:
         first, second = (house.a.post("/v1/messages", json=CHAT) for _ in range(2))
@@ -381,7 +401,7 @@ def test_answers_within_the_limits_say_what_is_left(tmp_path: Path) -> None:
     assert int(second.headers["x-ratelimit-remaining-tokens"]) < 5000
 
 
-def test_the_limit_of_all_together_counts_every_tenant(tmp_path: Path) -> None:
+def test_the_total_limit_counts_every_tenant(tmp_path: Path) -> None:
     limits = RateEntry(requests_per_minute=3)
     edit_key_file(tmp_path / "keys.json", lambda file: file.model_copy(update={"limits": limits}))
     with open_house(tmp_path) as house:

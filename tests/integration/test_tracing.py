@@ -102,7 +102,9 @@ def test_what_is_not_sampled_leaves_no_span(
     assert spans.get_finished_spans() == ()
 
 
-def test_a_failure_is_told_by_its_kind(running: RunningServer, spans: InMemorySpanExporter) -> None:
+def test_a_failed_span_names_the_kind_of_error(
+    running: RunningServer, spans: InMemorySpanExporter
+) -> None:
     model = running.server.device.model
     assert model is not None
     launch = model.backend.launch

@@ -57,7 +57,7 @@ def test_phases_alternate_and_memory_is_found_again_after_a_restart(tmp_path: Pa
     )
 
 
-def test_a_brief_server_has_the_last_turn_of_what_was_said_elsewhere(tmp_path: Path) -> None:
+def test_a_brief_run_replays_only_the_turn_after_the_restart(tmp_path: Path) -> None:
     whole, brief = make_talk("memory on", tmp_path), make_talk("memory off", tmp_path)
     brief.is_brief = True
     run_workflow([whole, brief], num_later=1, tell=lambda _: None)

@@ -20,9 +20,17 @@ import pytest
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _FLAGS = (
-    *("--headless=new", "--remote-debugging-pipe", "--no-first-run", "--no-sandbox"),
-    *("--disable-gpu", "--hide-scrollbars", "--force-color-profile=srgb", "--mute-audio"),
-    *("--disable-background-networking", "--disable-extensions", "--disable-dev-shm-usage"),
+    "--headless=new",
+    "--remote-debugging-pipe",
+    "--no-first-run",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--force-color-profile=srgb",
+    "--mute-audio",
+    "--disable-background-networking",
+    "--disable-extensions",
+    "--disable-dev-shm-usage",
 )
 _PATIENCE_S = 90.0
 # The browser reads commands from descriptor 3, and writes events to 4.

@@ -232,7 +232,7 @@ def test_every_view_fits(
     assert (int(ground[4:].split(",")[0]) < 60) == (scheme == "dark")
 
 
-def test_clients_are_told_this_address_and_model(page: Page, running: RunningServer) -> None:
+def test_the_clients_page_shows_this_address_and_model(page: Page, running: RunningServer) -> None:
     page.press("6")
     page.await_text(f"ANTHROPIC_BASE_URL={running.url}", ".client pre")
     page.await_text("ANTHROPIC_MODEL=fake", ".client pre")

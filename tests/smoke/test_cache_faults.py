@@ -62,7 +62,7 @@ def modes_below(home: Path) -> dict[Path, str]:
     return modes
 
 
-def test_a_model_that_cannot_be_loaded_is_one_sentence_and_leaves_the_directory_free(
+def test_a_model_that_cannot_be_loaded_is_a_one_line_error_and_releases_the_directory(
     tmp_path: Path,
 ) -> None:
     with serve(tmp_path, tmp_path / "log", "--model", "nowhere/at-all", is_ready=False) as server:

@@ -59,7 +59,7 @@ def drips(opened: socket.socket) -> bool:
         return True
 
 
-def test_whoever_does_not_send_a_request_in_time_is_cut(tmp_path: Path) -> None:
+def test_connections_that_send_no_request_in_time_are_closed(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"read_timeout_s": 0.3, "keep_alive_s": 1}
     with fake_server(tmp_path, **settings) as server:
         for content in (b"", HALF_A_REQUEST, HALF_A_BODY):

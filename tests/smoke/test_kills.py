@@ -24,6 +24,7 @@ def _ranks(server: ServerProcess) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_in_an_error_a_restart_and_the_same_text(
     tiny_starter_dir: Path, tmp_path: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_agents_of_a_server_that_was_killed_in_a_swap_go_on(tmp_path: Path) -> N
     assert after["usage"]["prompt_tokens_details"]["cached_tokens"] > 256
 
 
+@pytest.mark.slow
 def test_every_change_that_was_answered_is_there_after_a_kill(tmp_path: Path) -> None:
     changer, home = Changer("changed", "fake", seed=0), tmp_path / "home"
     for kind in KINDS:

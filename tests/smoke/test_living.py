@@ -10,6 +10,7 @@ from tests.chaos.stress import stress
 pytestmark = pytest.mark.smoke
 
 
+@pytest.mark.slow
 def test_agents_talk_over_all_protocols_and_nothing_grows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -23,6 +24,7 @@ def test_growth_is_found(name: str) -> None:
     assert len(growth([flat] * 20 + [flat | {name: 400.0}] * 20)) == 1
 
 
+@pytest.mark.slow
 def test_rapid_requests_beyond_memory_are_answered_or_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -434,7 +434,7 @@ def test_the_way_into_the_cluster_is_allowed(path: str, source: str) -> None:
     assert cluster_faults(source, path) == []
 
 
-def test_a_fault_says_where_it_is() -> None:
+def test_a_violation_names_its_place() -> None:
     assert import_faults("import os\n\nfrom ..ports import inbound", DOMAIN) == [
         "semantic/domain/blocks.py:3 imports semantic.ports.inbound"
     ]

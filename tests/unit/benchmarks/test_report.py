@@ -94,7 +94,7 @@ def test_every_benchmark_of_the_suite_is_a_module_that_reports() -> None:
         assert f'run("{name}", measure' in (folder / f"bench_{name}.py").read_text()
 
 
-def test_results_are_merged_and_missed_bounds_told(tmp_path: Path) -> None:
+def test_results_are_merged_and_missed_bounds_reported(tmp_path: Path) -> None:
     report = Report("sort")
     fill(report)
     found = {"environment": {}, "minutes": 1, "benchmarks": {"sort": report.as_json()}}
@@ -107,7 +107,7 @@ def test_results_are_merged_and_missed_bounds_told(tmp_path: Path) -> None:
     assert runner.missed(stored) == ["other: speed", "sort: speed"]
 
 
-def test_a_benchmark_that_breaks_is_told_and_the_others_run(
+def test_a_benchmark_that_fails_is_reported_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def one(name: str, *, is_quick: bool, against: Path | None) -> dict[str, Any]:

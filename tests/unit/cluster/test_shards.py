@@ -39,7 +39,7 @@ def join(listener: RankListener, key: bytes = KEY) -> tuple[threading.Thread, li
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x00", b"\x00\x00\x00\x14too short"])
-def test_a_connection_that_says_nothing_or_half_holds_up_no_rank(
+def test_a_silent_or_incomplete_connection_blocks_no_rank(
     listener: RankListener, sent: bytes
 ) -> None:
     with socket.create_connection((HOST, listener.port)) as silent:

@@ -77,7 +77,7 @@ def test_a_fork_inherits_everything_but_id_pin_and_times() -> None:
     assert original.is_pinned
 
 
-def test_a_fork_of_one_that_nobody_named_lives_like_a_named_one() -> None:
+def test_a_fork_of_an_unnamed_agent_lives_like_a_named_one() -> None:
     unnamed = replace(agent("anon-1"), is_anonymous=True, ttl_s=60.0)
 
     fork = unnamed.fork("coder", at=5.0)

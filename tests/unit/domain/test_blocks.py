@@ -51,7 +51,7 @@ def test_names_are_equal_if_and_only_if_inputs_are(one: NameInputs, other: NameI
     assert (name_of(one) == name_of(other)) == (one == other)
 
 
-def test_a_length_written_into_a_field_deceives_nobody() -> None:
+def test_a_length_inside_a_field_does_not_imitate_two_fields() -> None:
     # To whoever skips the first length, this reads like the fields `a` and `b`.
     forged = "a" + (1).to_bytes(8, "little").decode() + "b"
 

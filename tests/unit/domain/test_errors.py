@@ -25,7 +25,7 @@ def test_the_tree_is_as_drawn() -> None:
 
 
 @pytest.mark.parametrize("error", CLASSES)
-def test_every_error_says_what_it_means(error: type[SemanticError]) -> None:
+def test_every_error_has_a_docstring(error: type[SemanticError]) -> None:
     assert issubclass(error, SemanticError)
     assert error.__doc__
 

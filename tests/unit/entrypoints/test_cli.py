@@ -58,7 +58,7 @@ def test_the_documentation_names_every_command() -> None:
         (["--kv-bits", "12"], "kv_bits"),
     ],
 )
-def test_a_wrong_value_is_one_sentence(
+def test_a_wrong_value_is_a_one_line_error(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", *arguments]) == 2
@@ -68,7 +68,7 @@ def test_a_wrong_value_is_one_sentence(
     assert message.count("\n") == 1
 
 
-def test_a_misspelled_variable_is_told(
+def test_a_misspelled_variable_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SEMANTIC_CACHEDIR", "/elsewhere")
@@ -83,7 +83,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603
 
 
-def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
+def test_a_port_in_use_is_a_one_line_error(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -108,7 +108,7 @@ def test_a_missing_backend_is_named_with_the_command_that_installs_it(tmp_path: 
     assert f"{sys.executable} -m pip install -c constraints.txt -e '.[torch]'" in result.stderr
 
 
-def test_a_home_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_a_home_that_cannot_be_written_is_a_one_line_error(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     result = run("serve", "--home", str(blocked), "--backend", "fake", "--port", "0")

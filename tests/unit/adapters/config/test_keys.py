@@ -100,7 +100,7 @@ def test_keys_of_the_settings_stand_beside_the_files(
     assert "a-key-of-many-letters" not in repr(settings)
 
 
-def test_a_key_file_that_is_lost_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> None:
+def test_the_error_for_a_lost_key_file_says_what_to_do(tmp_path: Path) -> None:
     path, marker = tmp_path / "keys.json", tmp_path / "marker"
 
     def load(api_key: str | None = None) -> int:
@@ -144,8 +144,17 @@ def test_keys_are_added_listed_and_revoked(
         return capsys.readouterr().out
 
     secret = keys(
-        *("add", "--tenant", "acme", "--note", "laptop", "--limit", "requests_per_minute=3"),
-        *("--tenant-limit", "weight=2.5", "--tenant-limit", "agent.tokens_per_minute=9"),
+        "add",
+        "--tenant",
+        "acme",
+        "--note",
+        "laptop",
+        "--limit",
+        "requests_per_minute=3",
+        "--tenant-limit",
+        "weight=2.5",
+        "--tenant-limit",
+        "agent.tokens_per_minute=9",
     ).strip()
     keys("add", "--admin")
     keys("add", "--tenant", "acme", "--tenant-limit", "max_concurrent=4")
@@ -175,7 +184,7 @@ def test_keys_are_added_listed_and_revoked(
         (["revoke", "key_unknown"], "there is no key 'key_unknown'"),
     ],
 )
-def test_a_wrong_option_is_one_sentence_and_changes_nothing(
+def test_a_wrong_option_is_a_one_line_error_and_changes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
     assert main(["keys", *arguments, "--home", str(tmp_path)]) == 2

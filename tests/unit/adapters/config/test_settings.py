@@ -85,13 +85,13 @@ def test_dotenv_may_be_a_pipe_that_can_be_read_once(tmp_path: Path) -> None:
     assert (settings.port, settings.runtime.log_level) == (4, "error")
 
 
-def test_dotenv_that_is_no_text_is_refused_with_a_sentence(tmp_path: Path) -> None:
+def test_a_dotenv_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".env").write_bytes(b"SEMANTIC_PORT=\xff")
     with pytest.raises(InvalidRequestError, match=r"^\.env cannot be read: 'utf-8'"):
         load_settings()
 
 
-def test_names_that_are_no_settings_are_told_with_the_nearest_that_is() -> None:
+def test_unknown_settings_are_reported_with_the_nearest_name() -> None:
     known = {"SEMANTIC_PORT": "1", "SEMANTIC_ENVIRONMENT": "x", "semantic_host": "h", "PROT": "1"}
     assert misspelled(known) == []
     assert misspelled({"SEMANTIC_PROT": "1", **known}) == [
@@ -119,7 +119,7 @@ def test_a_name_that_is_no_setting_is_an_error_in_files(tmp_path: Path) -> None:
         ("port = ", r"mine\.toml cannot be read: Invalid value"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told_with_its_name(
+def test_an_error_in_a_file_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
 ) -> None:
     (tmp_path / "mine.toml").write_text(text)

@@ -47,7 +47,7 @@ async def test_tenants_hear_of_their_own_agents_alone() -> None:
     assert await mine.next(0.001) is None
 
 
-async def test_a_slow_reader_loses_the_oldest_and_is_told() -> None:
+async def test_a_slow_reader_loses_the_oldest_events_and_is_notified() -> None:
     feed = EventFeed(capacity=3)
     reader = feed.subscribe("local")
     for name in "abcde":

@@ -305,7 +305,7 @@ def test_known_tenants_are_found_while_another_is_being_written(ledger: SqliteLe
         lambda agents, turn: agents.before(the_agent(agents), turn.id),
     ],
 )
-def test_who_looks_up_an_agent_never_waits_for_the_disk(
+def test_looking_up_an_agent_never_waits_for_the_disk(
     tmp_path: Path, change: Callable[[AgentLedger, Turn], object]
 ) -> None:
     ledger = GatedLedger(tmp_path)
@@ -338,7 +338,7 @@ def test_who_looks_up_an_agent_never_waits_for_the_disk(
 # -- agents -------------------------------------------------------------------------------------
 
 
-def test_who_was_not_used_for_long_is_forgotten_unless_pinned(
+def test_an_agent_unused_for_long_is_deleted_unless_pinned(
     agents: AgentLedger, clock: Clock
 ) -> None:
     for name, is_pinned in (("gone", False), ("pinned", True)):
@@ -359,7 +359,7 @@ def test_a_quota_of_turns(agents: AgentLedger) -> None:
         agents.check_quota(the_agent(agents))
 
 
-def test_of_many_who_make_one_agent_at_once_one_does(agents: AgentLedger) -> None:
+def test_of_many_concurrent_creations_of_one_agent_one_succeeds(agents: AgentLedger) -> None:
     barrier = threading.Barrier(8)
 
     def is_made(_: int) -> bool:

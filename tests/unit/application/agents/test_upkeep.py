@@ -57,7 +57,7 @@ def test_an_agent_whose_first_block_is_gone_is_cold(rig: MemoryRig) -> None:
     assert where(rig, "ann").tier is Tier.COLD
 
 
-def test_what_others_said_after_it_is_no_part_of_an_agent(rig: MemoryRig) -> None:
+def test_later_turns_of_others_in_a_shared_block_are_no_part_of_an_agent(rig: MemoryRig) -> None:
     rig.talk("ann", HEAD)
     rig.talk("bob", [*HEAD, 1, 2])  # in the same block
     found = where(rig, "ann")
@@ -402,7 +402,7 @@ def test_what_fails_for_one_agent_is_done_for_the_others(
     assert rig.upkeep.problem == ""
 
 
-def test_who_is_gone_is_no_problem(torn: tuple[MemoryRig, TornLedger]) -> None:
+def test_a_deleted_agent_is_no_problem(torn: tuple[MemoryRig, TornLedger]) -> None:
     rig, _ = torn
     rig.upkeep.tick()
     assert "agent ann" in rig.upkeep.problem

@@ -46,7 +46,7 @@ def test_an_agent_with_a_model_of_its_own_finds_its_blocks_there(formats: Stored
     assert formats.root_for(agent, Pointer(OLD, OLD, 1)) == root_of("local")
 
 
-def test_what_differs_is_said(formats: StoredFormats) -> None:
+def test_the_difference_between_formats_is_reported(formats: StoredFormats) -> None:
     assert formats.note("local", root_of("local")) == ""
     assert formats.note("local", OLD) == CHANGED
     assert formats.note("local", OTHER) == "KV cache was written by another model."

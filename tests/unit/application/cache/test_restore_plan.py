@@ -188,7 +188,7 @@ def test_a_slow_disk_is_tried_again_after_a_while_and_measured_anew() -> None:
     assert cost.seconds_to_read(10**6) > 0.1
 
 
-def test_readings_that_pay_for_a_connection_say_nothing() -> None:
+def test_reads_that_open_a_connection_are_not_measured() -> None:
     cost = ReadCost(num_ignored=1)
     for is_judged in (False, True):
         with cost.measured(1):

@@ -257,7 +257,7 @@ def test_when_room_is_gone_it_goes_on_from_what_is_loaded(
     assert bench.num_read("p") == 2 * BLOCK_TOKENS
 
 
-def test_who_finds_no_room_waits_for_others_to_end(start: Start) -> None:
+def test_a_restore_without_room_waits_for_others_to_end(start: Start) -> None:
     old, young = talk("p", 4, num_reply=20), talk("q", 4)
     start().serve(young)
     bench = start(live_bytes(old, young) + BLOCK_BYTES // 2)
@@ -324,7 +324,7 @@ def test_the_only_one_does_not_end_because_others_are_being_read(start: Start) -
     bench.expect_alone(grown, queued)
 
 
-def test_one_that_is_retried_alone_does_not_wait_for_those_who_wait_for_it(
+def test_a_restore_retried_alone_does_not_wait_for_its_waiters(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = [talk("p", 4, num_reply=8), talk("q", 4, num_reply=8)]
@@ -373,7 +373,7 @@ def test_a_prefetch_that_finds_no_room_is_left_out(start: Start) -> None:
     bench.store.unreserve(2 * PART_BYTES)
 
 
-def test_a_part_that_is_let_go_while_it_is_read_can_be_evicted(start: Start) -> None:
+def test_a_part_released_while_it_is_read_can_be_evicted(start: Start) -> None:
     job = talk("p", 1)
     start().serve(job)
     bench = start(2 * PART_BYTES)
@@ -404,7 +404,7 @@ def test_a_part_that_was_sealed_while_it_was_read_is_there_once(start: Start) ->
     assert bench.store.usage().held == 0
 
 
-def test_a_bad_part_fails_for_all_who_wait_and_holds_nothing(start: Start, tmp_path: Path) -> None:
+def test_a_bad_part_fails_for_all_waiters_and_pins_nothing(start: Start, tmp_path: Path) -> None:
     job = talk("p", 1)
     start().serve(job)
     for path in tmp_path.rglob("*.safetensors"):
@@ -423,7 +423,7 @@ def test_a_bad_part_fails_for_all_who_wait_and_holds_nothing(start: Start, tmp_p
     assert WantedPart(wanted.node, LayerKind.FULL).node.files == {}
 
 
-def test_a_read_that_is_cancelled_ends_for_all_who_wait(start: Start) -> None:
+def test_a_cancelled_read_ends_for_all_waiters(start: Start) -> None:
     """An executor that is shut down cancels the reads that it has not begun."""
     job = talk("p", 1)
     start().serve(job)
@@ -439,7 +439,7 @@ def test_a_read_that_is_cancelled_ends_for_all_who_wait(start: Start) -> None:
     assert LayerKind.FULL in wanted.node.files  # it is sound
 
 
-def test_a_part_that_cannot_be_kept_fails_for_all_who_wait(start: Start) -> None:
+def test_a_part_that_cannot_be_kept_fails_for_all_waiters(start: Start) -> None:
     job = talk("p", 1)
     start().serve(job)
     bench = start()

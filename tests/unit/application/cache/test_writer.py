@@ -167,7 +167,7 @@ def test_a_row_that_cannot_be_stored_takes_no_other_along(rig: MemoryRig) -> Non
     assert {a.id for a in rig.ledger.load().agents} == {"ann", "bob"}
 
 
-def test_who_no_longer_waits_does_not_stop_the_writer(rig: MemoryRig) -> None:
+def test_a_cancelled_waiter_does_not_stop_the_writer(rig: MemoryRig) -> None:
     rig.files.write_gate.clear()
     rig.seal([1])
     assert rig.disk.change(PutAgent(agent("ann"))).cancel()

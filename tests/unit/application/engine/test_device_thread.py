@@ -162,7 +162,7 @@ def test_a_load_that_fails_is_reported_and_refuses_work() -> None:
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_requests_while_loading_are_told_to_come_back_and_a_stop_stays_one(
+def test_requests_while_loading_are_refused_with_retry_and_a_stop_is_kept(
     is_stopped: bool,
 ) -> None:
     go_on = threading.Event()
@@ -194,7 +194,7 @@ def test_the_queue_is_bounded() -> None:
         assert {made.reason(f"j{i}") for i in range(3)} == {FinishReason.MAX_TOKENS}
 
 
-def test_stopping_answers_everyone() -> None:
+def test_stopping_answers_every_request() -> None:
     with device() as made:
         made.submit("a", max_tokens=1_000_000)
         made.thread.request_stop()
@@ -233,7 +233,7 @@ class PausingQueue(queue.SimpleQueue[Command]):
         super().put(item, block, timeout)
 
 
-def test_who_is_failed_by_the_watchdog_while_being_submitted_does_not_run() -> None:
+def test_a_request_failed_by_the_watchdog_during_submission_does_not_run() -> None:
     commands = PausingQueue()
     with device(hang_timeout_s=1) as made:
         made.stall("running", max_tokens=100_000)
@@ -261,7 +261,7 @@ def test_a_defect_of_the_engine_ends_requests_and_neither_the_thread_nor_later_o
         assert made.reason("b") is FinishReason.MAX_TOKENS
 
 
-def test_a_defect_answers_also_those_whose_commands_were_not_taken() -> None:
+def test_a_crash_also_fails_requests_that_were_still_queued() -> None:
     with device() as made:
         made.stall("running", max_tokens=5)
         waiting = [f"w{i}" for i in range(3)]
@@ -304,7 +304,7 @@ def test_a_model_whose_device_is_lost_is_loaded_again(
         assert backends[0].num_open == 0
 
 
-def test_a_call_that_fails_fails_its_future_and_those_behind_it_are_carried_out() -> None:
+def test_a_failed_call_fails_its_future_and_later_calls_run() -> None:
     with device() as made:
         made.stall("a")
         made.backend.num_defects = 1
@@ -432,7 +432,7 @@ def test_a_request_waits_for_another_no_longer_than_it_may_and_alone_not_at_all(
             made.final("b")
 
 
-def test_memory_can_be_taken_away_as_far_as_nobody_runs_in_it() -> None:
+def test_memory_can_be_reduced_to_what_running_requests_use() -> None:
     with device() as made:
         longest = made.thread.longest_sequence
         made.stall("a")

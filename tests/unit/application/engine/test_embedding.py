@@ -90,7 +90,7 @@ def test_a_cancelled_text_is_not_computed_further(backend: PiecesBackend) -> Non
 @pytest.mark.parametrize(
     "error", [BackendError("broken"), InvalidRequestError("no"), RuntimeError("a defect")]
 )
-def test_a_text_that_fails_harms_neither_the_next_nor_replies(
+def test_a_failed_embedding_does_not_affect_others_or_replies(
     error: Exception, backend: PiecesBackend
 ) -> None:
     rig, reply = TextRig(backend), make_job("reply", max_tokens=50)
@@ -181,7 +181,7 @@ def test_all_texts_are_failed_when_the_engine_is_abandoned(backend: PiecesBacken
     assert backend.pieces == [128]
 
 
-def test_who_waits_when_the_device_stops_is_told(backend: PiecesBackend) -> None:
+def test_waiting_embeddings_fail_when_the_device_stops(backend: PiecesBackend) -> None:
     model, jobs = LoadedModel("fake", backend, FakeTokenizer()), [EmbeddingJob(TEXT * 50)]
     with ready_device(model) as (device, _):
         for job in jobs:

@@ -76,7 +76,9 @@ def test_a_prompt_is_cut_only_where_its_state_must_be_kept(
         assert rig.store.plan(job.root, [*job.tokens[:end], 0]).end == end
 
 
-def test_those_that_start_together_compute_the_common_part_once(spec: ModelCacheSpec) -> None:
+def test_requests_that_start_together_compute_their_common_prefix_once(
+    spec: ModelCacheSpec,
+) -> None:
     rig = make_rig(spec=spec, limits=EngineLimits(prefill_step_size=8))
     jobs = [make_job(f"j{i}", "c" * 64 + f" own {i}", boundaries=(64,)) for i in range(5)]
     rig.serve(*jobs)
@@ -283,7 +285,7 @@ def test_progress_is_reported_while_a_prompt_is_computed() -> None:
     assert {(p.total, p.reused) for p in progress} == {(35, 0)}
 
 
-def test_what_was_found_is_told_before_the_first_token() -> None:
+def test_reuse_is_reported_before_the_first_token() -> None:
     rig = make_rig()
     rig.serve(make_job("a", "x" * 35))
     rig.serve(make_job("b", "x" * 35 + "y"))
@@ -292,7 +294,7 @@ def test_what_was_found_is_told_before_the_first_token() -> None:
     assert rig.finished("b").usage.cache_creation_tokens == 1
 
 
-def test_a_first_token_that_all_wait_for_is_told_before_the_next_step_is_prepared() -> None:
+def test_the_first_token_is_emitted_before_the_next_step_is_prepared() -> None:
     rig = make_rig(pipeline_depth=1)
     for name in ("a", "b"):
         rig.submit(make_job(name, f"{name}: a prompt", max_tokens=4))
@@ -313,7 +315,7 @@ def test_limits_change_while_it_runs() -> None:
 
 
 @either_depth
-def test_abandon_answers_everyone_and_leaves_an_engine_that_works(depth: Depth) -> None:
+def test_abandon_answers_every_request_and_leaves_a_working_engine(depth: Depth) -> None:
     rig = make_rig(pipeline_depth=depth)
     rig.submit(*(make_job(f"j{i}", f"p{i}", max_tokens=50) for i in range(20)))
     rig.step()

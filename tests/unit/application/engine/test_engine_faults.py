@@ -173,7 +173,7 @@ def test_a_request_that_fails_in_its_retry_keeps_nothing_of_it() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("where", ["launch", "collect"])
-def test_a_failed_step_harms_nobody_and_everyone_is_batched_again(
+def test_after_a_failed_step_all_requests_are_batched_again(
     depth: Literal[0, 1], where: str
 ) -> None:
     rig = make_rig(pipeline_depth=depth)

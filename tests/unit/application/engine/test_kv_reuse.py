@@ -246,7 +246,7 @@ class LoadingBackend(FaultyBackend):
         super().load(seq, parts, end)
 
 
-def test_beside_those_who_decode_one_is_restored_after_the_other(
+def test_while_others_decode_restores_run_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     block_bytes = 8 * BYTES_PER_TOKEN

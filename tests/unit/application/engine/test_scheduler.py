@@ -103,7 +103,7 @@ def beside_a_long_prompt(*others: Generation) -> tuple[ConcurrentScheduler, Gene
     return scheduler, long
 
 
-def test_a_piece_of_a_long_prompt_is_followed_by_steps_for_those_who_decode() -> None:
+def test_a_chunk_of_a_long_prompt_is_followed_by_decode_steps() -> None:
     decoding = generation("d", 1)
     decoding.progress.start_at(9)
     scheduler, long = beside_a_long_prompt(decoding)
@@ -121,7 +121,7 @@ def test_a_piece_of_a_long_prompt_is_followed_by_steps_for_those_who_decode() ->
     assert names(p.generation for p in scheduler.plan(now=0.0)) == ["long"]
 
 
-def test_who_decodes_in_the_background_needs_no_long_prompt_beside_it() -> None:
+def test_a_background_decode_shares_every_step_with_a_long_prompt() -> None:
     decoding = generation("d", 1, service_class=ServiceClass.BACKGROUND)
     decoding.progress.start_at(9)
     scheduler, long = beside_a_long_prompt(decoding)
@@ -131,7 +131,7 @@ def test_who_decodes_in_the_background_needs_no_long_prompt_beside_it() -> None:
     assert names(p.generation for p in scheduler.plan(now=0.0)) == ["d"]
 
 
-def test_a_short_prompt_does_not_wait_for_a_piece_of_a_long_one() -> None:
+def test_a_short_prompt_does_not_wait_for_a_chunk_of_a_long_one() -> None:
     scheduler, long = beside_a_long_prompt()
 
     def step() -> list[str]:
@@ -159,7 +159,7 @@ def test_a_short_prompt_does_not_wait_for_a_piece_of_a_long_one() -> None:
     assert joined_by("alone", ServiceClass.BACKGROUND) == ["alone"]
 
 
-def test_a_suspect_goes_before_those_that_are_not() -> None:
+def test_a_retried_suspect_runs_before_others() -> None:
     scheduler = ConcurrentScheduler(EngineLimits())
     scheduler.add(generation("free", 0))
     suspect = generation("suspect", 1, service_class=ServiceClass.BACKGROUND)
@@ -291,7 +291,7 @@ def test_by_default_a_prompt_takes_little_longer_than_alone(decode_ms: int) -> N
     assert 1.05 < (decode_ms + alone) / alone < 1.15
 
 
-def test_those_who_decode_go_alone_until_it_is_known_what_that_takes() -> None:
+def test_decodes_run_alone_until_their_step_time_is_known() -> None:
     budget, limits = ChunkBudget(), EngineLimits(prefill_step_size=4096)
     sizes: list[int] = []
     budget.observe(4096, 0.129)

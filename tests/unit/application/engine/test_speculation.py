@@ -201,7 +201,7 @@ def repeat(depth: Depth) -> tuple[Rig, Rig]:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_what_was_said_before_is_drafted(depth: Depth) -> None:
+def test_earlier_text_is_drafted(depth: Depth) -> None:
     drafting, plain = repeat(depth)
     for name in ("first", "second", "third"):
         assert outcome(drafting, make_job(name)) == outcome(plain, make_job(name))
@@ -223,7 +223,7 @@ def test_many_rows_carry_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafting.store.telemetry.counts.engine.drafted_tokens == 0
 
 
-def test_a_tenant_is_not_drafted_from_what_another_said() -> None:
+def test_drafts_never_come_from_another_tenant() -> None:
     rig, other = make_rig(), BlockNamespace("fake", "fake.v1", b"another").root()
     rig.serve(make_job("first", "say it again", max_tokens=80))
     rig.serve(replace(make_job("second", "say it again", max_tokens=80), root=other))

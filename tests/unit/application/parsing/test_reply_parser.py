@@ -43,10 +43,10 @@ HARMONY = ReplyFormat(ToolFormat.HARMONY)
 FRAGMENTS = [
     *TWO_CALLS.values(),
     *MISHAPS,
-    *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "```"),
-    *("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "analysis", "final", "\n"),
-    *('{"name": "send"', '"arguments": {', "hello ", "[send(", "<function=send>", "\\", '"'),
-    *(" ", "{", "}", "é"),
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "```",
+    "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "analysis", "final", "\n",
+    '{"name": "send"', '"arguments": {', "hello ", "[send(", "<function=send>", "\\", '"',
+    " ", "{", "}", "é",
 ]  # fmt: skip
 replies = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=8), max_size=8).map("".join)
 
@@ -115,7 +115,7 @@ def test_without_tools_no_text_is_lost(text: str) -> None:
 
 
 @given(replies)
-def test_thinking_and_text_are_all_that_was_said(text: str) -> None:
+def test_thinking_and_text_add_up_to_the_whole_reply(text: str) -> None:
     events = parse(text, THINKING, tools=())
     thought = "".join(event.text for event in events if isinstance(event, ThinkingDelta))
     said = "".join((thought + text_of(events)).split())

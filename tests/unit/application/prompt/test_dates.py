@@ -67,7 +67,7 @@ def test_a_conversation_that_begins_like_an_older_one_has_its_own_day() -> None:
 
 
 @pytest.mark.parametrize("hint", [AgentHint(agent_id="a"), AgentHint()])
-def test_who_was_not_answered_has_no_day_yet(hint: AgentHint) -> None:
+def test_an_unanswered_conversation_has_no_date_yet(hint: AgentHint) -> None:
     days = Days()
     assert days.dates.of(ROOT, asking("hi", agent=hint)) == MONDAY
     days.today = TUESDAY

@@ -99,7 +99,7 @@ def test_calls_and_results() -> None:
     )
 
 
-def test_a_reference_to_a_tool_nobody_sent_is_its_name() -> None:
+def test_a_reference_to_an_unknown_tool_becomes_its_name() -> None:
     result = ToolResultPart("1", (ToolReferencePart("Other"),))
     text = shown(ask(user("a"), say(use("1", "Find")), results(result)))
     assert "<tool_response>\nOther\n</tool_response>" in text

@@ -68,7 +68,7 @@ THOUGHT = ThinkingPart("hmm", "sig")
         (says(THOUGHT, TEXT), says(ThinkingPart("", "sig", is_redacted=True), TEXT)),
     ],
 )
-def test_what_says_the_same_is_found(reply: Message, echo: Message) -> None:
+def test_replies_with_the_same_content_are_found(reply: Message, echo: Message) -> None:
     assert is_found(reply, echo)
 
 
@@ -85,11 +85,11 @@ def test_what_says_the_same_is_found(reply: Message, echo: Message) -> None:
         (says(THOUGHT, TEXT), says(TEXT)),
     ],
 )
-def test_what_says_something_else_is_not(reply: Message, echo: Message) -> None:
+def test_replies_with_other_content_are_not_found(reply: Message, echo: Message) -> None:
     assert not is_found(reply, echo)
 
 
-def test_thinking_that_is_not_told_counts_only_where_it_would_be_shown() -> None:
+def test_omitted_thinking_matters_only_where_it_would_be_shown() -> None:
     assert is_found(says(THOUGHT, TEXT), says(TEXT), keeps_thinking=True)
     assert is_found(says(TEXT), says(TEXT), keeps_thinking=True)
     assert not is_found(says(THOUGHT, TEXT), says(TextPart("Ho.")), keeps_thinking=True)
@@ -246,5 +246,5 @@ def test_different_values_are_not(one: str, other: str) -> None:
     assert canonical_json(json.loads(one)) != canonical_json(json.loads(other))
 
 
-def test_numbers_too_large_for_a_float_are_told_apart() -> None:
+def test_numbers_too_large_for_a_float_stay_distinct() -> None:
     assert canonical_json(10**400) != canonical_json(10**401)

@@ -24,7 +24,7 @@ def ring(**keys: str) -> KeyRing:
     return KeyRing(tuple(made), {"acme": TenantPolicy(weight=3)})
 
 
-def test_without_keys_everybody_is_local_and_may_do_all() -> None:
+def test_without_keys_every_request_is_local_and_unrestricted() -> None:
     for sent in ([], ["none"], ["anything", "else"]):
         principal = make_access(KeyRing()).authenticate(sent)
         assert (principal.tenant, principal.is_admin, principal.key_id) == ("local", True, "")

@@ -87,7 +87,7 @@ def test_a_named_agent_that_is_busy_is_not_disturbed(town: Town) -> None:
     assert identity.is_anonymous
 
 
-def test_sub_agents_under_one_session_are_told_apart_by_their_heads(town: Town) -> None:
+def test_sub_agents_under_one_session_are_distinguished_by_their_heads(town: Town) -> None:
     hint = AgentHint(client_key="session-7")
     lead = town.talk([1, 2, 3, 10], [11], hint)
     helper = town.talk([4, 5, 6, 10], [11], hint)
@@ -110,7 +110,7 @@ ON = ([*HEAD, 10], 11), ([*HEAD, 10, 11, 20], 21), ([*HEAD, 10, 11, 20, 21, 30],
     ],
     ids=["goes on", "tries again", "goes back"],
 )
-def test_who_goes_on_with_a_conversation_or_goes_back_in_it_is_who_had_it(
+def test_a_continued_or_rewound_conversation_keeps_its_agent(
     town: Town, said: Sequence[tuple[list[int], int]], log: list[tuple[int, ...]]
 ) -> None:
     (agent,) = {town.talk(prompt, [reply]) for prompt, reply in said}
@@ -142,12 +142,12 @@ def test_a_title_request_beside_a_conversation_is_another_agent(town: Town) -> N
     assert town.talk([*HEAD, 10, 11, 20], [21]) == agent
 
 
-def test_a_shared_head_alone_tells_nobody(town: Town) -> None:
+def test_a_shared_head_alone_identifies_no_agent(town: Town) -> None:
     agent = town.talk([1, 2], [3])  # ends exactly where the head of the next prompt does
     assert town.who([1, 2, 3, 10]).agent_id != agent
 
 
-def test_of_two_that_said_the_same_the_idle_one_used_last_goes_on(town: Town) -> None:
+def test_of_two_equal_agents_the_idle_one_used_last_continues(town: Town) -> None:
     first = town.talk([*HEAD, 10], [11])
     town.busy = {first}
     second = town.talk([*HEAD, 10], [11])
@@ -171,7 +171,7 @@ def test_after_a_restart_the_latest_turn_is_still_known(town: Town) -> None:
     assert town.who([*HEAD, 10, 11, 20, 21, 30]).agent_id == agent
 
 
-def test_who_was_deleted_is_not_found(town: Town) -> None:
+def test_a_deleted_agent_is_not_found(town: Town) -> None:
     agent = town.talk([*HEAD, 10], [11])
     town.agents.delete("local", agent)
     assert town.who([*HEAD, 10, 11, 20]).agent_id != agent
@@ -181,14 +181,14 @@ def names(identities: Iterable[Identity]) -> set[str]:
     return {identity.agent_id for identity in identities}
 
 
-def test_nobody_is_a_new_one_each_time(town: Town) -> None:
+def test_an_unidentified_request_is_a_new_agent_each_time(town: Town) -> None:
     assert len(names(town.who([*HEAD, 10]) for _ in range(3))) == 3
 
 
 # -- who is busy --------------------------------------------------------------------------------
 
 
-def test_whoever_waited_for_its_turn_is_its_agent_beside_others() -> None:
+def test_a_queued_turn_of_a_busy_agent_keeps_the_agent() -> None:
     town, hint = Town(), AgentHint(agent_id="coder", continuation=Continuation(None))
     town.busy = {"coder"}
     assert town.who(HEAD, hint).agent_id == "coder"
@@ -219,7 +219,7 @@ def gated(tmp_path: Path) -> Iterator[GatedLedger]:
         yield ledger
 
 
-def test_who_asks_while_agents_are_being_learnt_waits_for_it(gated: GatedLedger) -> None:
+def test_requests_during_start_up_wait_until_agents_are_known(gated: GatedLedger) -> None:
     town = Town(gated)
     agent = town.talk([*HEAD, 10], [11])
     identities = Identities(town.agents)
@@ -262,7 +262,7 @@ def test_a_ledger_that_cannot_be_read_is_not_asked_for_every_agent(
     assert len(caplog.records) == 16
 
 
-def test_agents_that_all_said_the_same_are_not_remembered_without_end(town: Town) -> None:
+def test_the_number_of_equal_agents_remembered_is_bounded(town: Town) -> None:
     for _ in range(300):
         town.talk([*HEAD, 10], [11], AgentHint(client_key="one"))
     assert town.identities.num_known == 1
@@ -293,13 +293,13 @@ def following(town: Town, turn_id: str, name: str | None = None) -> Identity:
     return town.who([1], AgentHint(name, client_key="any", previous_turn=turn_id), head=0)
 
 
-def test_from_the_head_it_is_the_agent(past: tuple[Town, str, str]) -> None:
+def test_continuing_the_head_keeps_the_agent(past: tuple[Town, str, str]) -> None:
     town, _, second = past
     assert following(town, second).agent_id == "a"
     assert following(town, second, "me").agent_id == "me"  # a name decides first
 
 
-def test_from_elsewhere_it_is_a_fork_that_stands_there(past: tuple[Town, str, str]) -> None:
+def test_continuing_an_older_turn_makes_a_fork_at_that_turn(past: tuple[Town, str, str]) -> None:
     town, first, second = past
     fork = following(town, first).fork
     assert fork is not None
@@ -308,7 +308,7 @@ def test_from_elsewhere_it_is_a_fork_that_stands_there(past: tuple[Town, str, st
     assert town.agents.get("local", "a").head == second
 
 
-def test_from_a_busy_head_it_is_a_fork(past: tuple[Town, str, str]) -> None:
+def test_continuing_a_busy_head_makes_a_fork(past: tuple[Town, str, str]) -> None:
     town, _, second = past
     town.busy = {"a"}
     fork = following(town, second).fork
@@ -317,7 +317,7 @@ def test_from_a_busy_head_it_is_a_fork(past: tuple[Town, str, str]) -> None:
     assert fork.head == second
 
 
-def test_when_an_agent_is_gone_its_fork_goes_on_or_somebody_new(
+def test_when_an_agent_is_deleted_its_fork_or_a_new_agent_continues(
     past: tuple[Town, str, str],
 ) -> None:
     town, first, _ = past

@@ -90,7 +90,7 @@ def test_a_limit_counts_over_what_it_is_for(
     rig.ask(*shares[0])
 
 
-def test_it_refills_steadily_and_not_beyond_a_minute() -> None:
+def test_a_limit_refills_steadily_up_to_one_minutes_worth() -> None:
     rig = Rig(by_key(Rate(requests=60)))
     rig.now += 3600
     for _ in range(60):
@@ -139,7 +139,7 @@ def test_a_request_that_is_refused_or_fails_gets_its_tokens_back() -> None:
     rig.ask(A, "other")
 
 
-def test_the_refusal_says_which_limit_it_was() -> None:
+def test_the_refusal_names_the_limit() -> None:
     rig = Rig(by_agent(Rate(requests=2)))
     rig.ask(A)
     rig.ask(A)
@@ -151,7 +151,7 @@ def test_the_refusal_says_which_limit_it_was() -> None:
     assert it.value.allowance[:2] == ("requests", 2)
 
 
-def test_the_tightest_limit_is_told() -> None:
+def test_the_tightest_limit_is_reported() -> None:
     ring = KeyRing(tenants={"t": TenantPolicy(key_rate=Rate(requests=10))}, rate=Rate(requests=4))
     rig = Rig(ring)
     rig.ask(A)

@@ -100,7 +100,7 @@ def test_events_for_a_loop_that_is_gone_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("end", [FINISHED, Failed(BackendError("broken"))])
-async def test_the_end_is_told_once_and_before_it_is_read(end: Finished | Failed) -> None:
+async def test_the_end_is_reported_once_and_before_it_is_read(end: Finished | Failed) -> None:
     hub, ends = ReplyHub(), list[object]()
     reply = open_reply(hub, "a")
     reply.on_end(lambda event, _: ends.append(event))

@@ -412,7 +412,7 @@ class DatedTokenizer(FakeTokenizer):
 
 
 @pytest.mark.parametrize("hint", [AgentHint(), AgentHint(agent_id="coder")])
-async def test_only_who_was_answered_has_a_date_of_its_own(
+async def test_only_an_answered_conversation_has_its_own_date(
     agents: AgentLedger, hint: AgentHint
 ) -> None:
     replays = ReplayStore()
@@ -441,7 +441,7 @@ class StuckGrammar:
         self.gate.wait(60)
 
 
-async def test_requests_that_are_never_prepared_are_refused_and_the_problem_is_told(
+async def test_requests_that_are_never_prepared_are_refused_and_the_problem_is_reported(
     agents: AgentLedger,
 ) -> None:
     grammar = StuckGrammar()
@@ -461,7 +461,7 @@ async def test_requests_that_are_never_prepared_are_refused_and_the_problem_is_t
         reply.cancel()
 
 
-async def test_after_a_restart_guesses_start_from_what_the_tenants_agents_said(
+async def test_after_a_restart_drafts_start_from_the_tenants_agents(
     service: InferenceService, device: tuple[DeviceThread, ReplyHub], agents: AgentLedger
 ) -> None:
     other = agents.principal("other")

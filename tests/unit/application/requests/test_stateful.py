@@ -222,7 +222,7 @@ async def test_a_message_beyond_the_quota_is_refused_all_the_same(rig: Rig) -> N
 # -- the queue --------------------------------------------------------------------------------
 
 
-async def test_a_reply_that_nobody_reads_does_not_hold_up_the_next(rig: Rig) -> None:
+async def test_a_reply_that_is_not_read_does_not_block_the_next(rig: Rig) -> None:
     chat = rig.start()
     await chat.generate(ME, "a", ask("unread"))
 
@@ -264,7 +264,7 @@ async def test_a_turn_that_never_comes_times_out(rig: Rig) -> None:
     assert finished.reason is FinishReason.CANCELLED
 
 
-async def test_whoever_waits_for_an_agent_that_goes_is_told(rig: Rig) -> None:
+async def test_requests_waiting_for_a_deleted_agent_are_refused(rig: Rig) -> None:
     made = rig.make()
     chat = rig.chat()
     may_go_on = hold(rig.device)

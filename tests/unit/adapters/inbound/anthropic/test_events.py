@@ -80,7 +80,7 @@ def test_a_stream_shows_what_was_written_of_a_call() -> None:
     check("anthropic_stream_cut_call.txt", text)
 
 
-def test_a_stop_sequence_is_told() -> None:
+def test_a_stop_sequence_is_reported() -> None:
     ended = Finished(FinishReason.STOP_SEQUENCE, USAGE, "END")
     *_, delta, _ = run([STARTED, TextDelta("Hi"), ended])
     assert delta["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "END"}

@@ -180,7 +180,7 @@ def test_counting_needs_no_length_and_takes_any_end() -> None:
     assert request.messages == (Message.of(Role.ASSISTANT, "So"),)
 
 
-KEYS = [*("type", "text", "role", "content", "name", "id", "input", "source", "data", "title")]
+KEYS = ["type", "text", "role", "content", "name", "id", "input", "source", "data", "title"]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 9) | st.sampled_from(["", "text", "user", "auto"]),
     lambda inner: (
@@ -201,8 +201,17 @@ MESSAGES = st.fixed_dictionaries(
     }
 )
 FIELDS = (
-    *("system", "tools", "tool_choice", "thinking", "metadata", "output_config", "stream"),
-    *("stop_sequences", "temperature", "max_tokens", "session_id"),
+    "system",
+    "tools",
+    "tool_choice",
+    "thinking",
+    "metadata",
+    "output_config",
+    "stream",
+    "stop_sequences",
+    "temperature",
+    "max_tokens",
+    "session_id",
 )
 BODIES = st.fixed_dictionaries(
     {"messages": st.lists(MESSAGES, max_size=3)}, optional=dict.fromkeys(FIELDS, JSON)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.unit
 END = Finished(FinishReason.END_TURN, Usage(1))
 
 
-def test_a_payload_is_one_line_to_everybody() -> None:
+def test_a_payload_is_one_line() -> None:
     said = {"é": "".join(map(chr, range(0x2100)))}
     line, after = streaming.data(said).splitlines()
     assert (json.loads(line.removeprefix("data: ")), after) == (said, "")
@@ -51,7 +51,7 @@ async def test_a_slow_reply_does_not_hold_others_up() -> None:
     assert seen == [(1, TextDelta("a")), (1, TextDelta("b")), (1, END), (0, END)]
 
 
-async def test_silence_is_noticed() -> None:
+async def test_silence_causes_heartbeats() -> None:
     slow = SlowReply()
     beats = 0
     async for item in ReplySet([slow], heartbeat_s=0.001).events_and_heartbeats():
@@ -61,7 +61,7 @@ async def test_silence_is_noticed() -> None:
     assert beats >= 1
 
 
-async def test_steady_progress_does_not_silence_the_heart() -> None:
+async def test_heartbeats_continue_during_steady_progress() -> None:
     class Prefilling(CannedReply):
         async def __aiter__(self) -> AsyncIterator[Event]:
             while not self.is_cancelled:
@@ -77,7 +77,7 @@ async def test_steady_progress_does_not_silence_the_heart() -> None:
             is_steady |= not is_beat  # on a busy machine the first beat may come first
 
 
-async def test_a_client_that_left_before_the_first_frame_cancels_all() -> None:
+async def test_a_client_that_left_before_the_first_frame_cancels_all_replies() -> None:
     replies = [CannedReply(), CannedReply()]
 
     async def frames() -> AsyncIterator[str]:
@@ -95,7 +95,7 @@ async def test_a_client_that_left_before_the_first_frame_cancels_all() -> None:
     assert all(reply.is_cancelled for reply in replies)
 
 
-async def test_whoever_stops_reading_cancels_all() -> None:
+async def test_a_client_that_stops_reading_cancels_all_replies() -> None:
     replies = [CannedReply((TextDelta("a"), END)), SlowReply()]
     events = ReplySet(replies).events_and_heartbeats()
     await anext(events)
@@ -110,7 +110,7 @@ async def read(log: FrameLog, start: int = 0) -> list[str]:
     return [frame async for frame in log.read(start)]
 
 
-async def test_all_who_read_see_the_same_whenever_they_come() -> None:
+async def test_all_readers_see_the_same_frames_whenever_they_start() -> None:
     log = FrameLog()
     early = [asyncio.create_task(read(log)) for _ in range(2)]
     log.append("a")
@@ -124,7 +124,7 @@ async def test_all_who_read_see_the_same_whenever_they_come() -> None:
     assert await read(log, 5) == []
 
 
-async def test_who_waits_is_told_how_far_it_is() -> None:
+async def test_a_waiting_reader_receives_progress() -> None:
     log = FrameLog(heartbeat_s=0.01)
     log.progress = "prefill 1/2"
     frames = log.read()
@@ -135,7 +135,7 @@ async def test_who_waits_is_told_how_far_it_is() -> None:
     assert [frame async for frame in frames] == []
 
 
-async def test_who_leaves_takes_nothing_away() -> None:
+async def test_a_reader_that_leaves_removes_no_frames() -> None:
     log = FrameLog()
     leaving = asyncio.create_task(read(log))
     await asyncio.sleep(0)

@@ -61,7 +61,7 @@ def test_a_thread_is_taken_back_for_an_idle_core(
     assert threads.number == number
 
 
-def test_who_hardly_ran_gives_nothing_up() -> None:
+def test_threads_that_hardly_ran_are_not_reduced() -> None:
     machine = Machine()
     threads = count(machine, 2)
     machine.go_on(running=0.01, waiting=0.05, idle=0, seconds=10)

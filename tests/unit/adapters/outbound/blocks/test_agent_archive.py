@@ -234,7 +234,7 @@ def test_a_manifest_must_be_right() -> None:
 # -- signatures -------------------------------------------------------------------------------
 
 
-def test_a_file_says_who_signed_it() -> None:
+def test_a_file_names_its_signer() -> None:
     def written(key: bytes) -> bytes:
         return b"".join(AgentFile(KVCodec(), ExportKeys(key)).write(ITEMS))
 
@@ -305,7 +305,7 @@ def test_a_field_that_makes_no_sense_is_refused(kind: str, fields: dict[str, Any
 # -- keys -------------------------------------------------------------------------------------
 
 
-def test_those_who_are_first_at_once_have_one_key(tmp_path: Path) -> None:
+def test_concurrent_first_starts_create_one_key(tmp_path: Path) -> None:
     path = tmp_path / "home" / "export.key"
     with ThreadPoolExecutor(8) as pool:
         keys = set(pool.map(lambda _: own_key(path), range(8)))
@@ -332,7 +332,7 @@ def test_keys_are_not_shown() -> None:
 
 
 @pytest.mark.parametrize("signature", ["", "00", "ä" * 64])
-def test_what_is_no_signature_is_nobodys(signature: str) -> None:
+def test_an_invalid_signature_has_no_signer(signature: str) -> None:
     assert ExportKeys(b"secret").signer(b"content", signature) == ""
 
 

@@ -213,7 +213,7 @@ def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-def test_a_second_server_is_refused_and_told_who_has_the_directory(tmp_path: Path) -> None:
+def test_a_second_server_is_refused_with_the_directorys_holder(tmp_path: Path) -> None:
     with holder(tmp_path) as process, pytest.raises(InvalidRequestError) as refused:
         DirectoryLock(tmp_path)
 
@@ -241,7 +241,7 @@ def test_a_child_process_does_not_keep_the_lock(tmp_path: Path) -> None:
     child.communicate(b"\n")
 
 
-def test_the_file_is_the_owners_alone_and_says_who_holds_it(tmp_path: Path) -> None:
+def test_the_lock_file_is_private_and_names_the_holder(tmp_path: Path) -> None:
     with DirectoryLock(tmp_path) as lock:
         holder = json.loads(lock.path.read_text())
         assert holder["pid"] == os.getpid()

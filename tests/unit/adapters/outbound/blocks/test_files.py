@@ -66,7 +66,9 @@ def size_of(directory: Path) -> int:
 # -- what computed the blocks -------------------------------------------------------------------
 
 
-def test_each_root_says_what_computed_it(cache: SafetensorsCache, tmp_path: Path) -> None:
+def test_each_root_names_the_model_that_computed_it(
+    cache: SafetensorsCache, tmp_path: Path
+) -> None:
     other = BlockNamespace("example", "other").root()
     cache.fingerprint_of = {ROOT: "model", other: ""}.__getitem__
     for part in (make_part((1, 2)), *(make_part((n,), parent=other, root=other) for n in (1, 2))):
@@ -77,7 +79,7 @@ def test_each_root_says_what_computed_it(cache: SafetensorsCache, tmp_path: Path
     ]
 
 
-def test_bad_files_say_nothing_and_are_left(cache: SafetensorsCache, tmp_path: Path) -> None:
+def test_bad_files_are_ignored_and_left(cache: SafetensorsCache, tmp_path: Path) -> None:
     good, bad = put(cache, make_part((1,))), put(cache, make_part((2,)))
     lost = BlockNamespace("example", "lost").root()
     put(cache, make_part((3,), parent=lost, root=lost))
@@ -220,7 +222,7 @@ def test_any_payload_comes_back(
 @pytest.mark.parametrize("kv_format", ["raw", "q8g64", "q4g64"])
 @pytest.mark.parametrize("dtype, code", [("float32", "<f4"), ("float16", "<f2")])
 @pytest.mark.parametrize("num_tokens", [1, 256])
-def test_reading_takes_no_more_room_than_was_said(
+def test_reading_takes_no_more_room_than_declared(
     tmp_path: Path, kv_format: KVFormat, dtype: str, code: str, num_tokens: int
 ) -> None:
     part = make_part(range(num_tokens))
@@ -369,7 +371,8 @@ def test_scan_sets_aside_what_is_no_whole_part(tmp_path: Path, cache: Safetensor
     aside = set((tmp_path / "quarantine").iterdir())
     assert {path.name.split("-", 2)[2] for path in aside} == {
         *(file_of(tmp_path, part).name for part in (cut, old, bare)),
-        *(f"{'0' * 64}.full.safetensors", f"{'01' * 8}-4.tmp"),
+        f"{'0' * 64}.full.safetensors",
+        f"{'01' * 8}-4.tmp",
     }
     assert set(all_files(tmp_path)) - aside == {file_of(tmp_path, kept), tmp_path / "ledger.db"}
     assert cache.used_bytes() == size_of(tmp_path) == before

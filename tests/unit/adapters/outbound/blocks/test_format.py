@@ -101,7 +101,7 @@ def test_not_a_block_at_all(cache: SafetensorsCache, path: Path, content: bytes)
     assert not path.exists()
 
 
-def test_somebody_elses_tensors(cache: SafetensorsCache, path: Path) -> None:
+def test_tensors_of_another_program_are_refused(cache: SafetensorsCache, path: Path) -> None:
     save_file({"keys": np.ones(100, np.float32)}, path)
     assert "not a block" in refusal(cache)
 

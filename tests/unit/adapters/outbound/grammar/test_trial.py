@@ -41,12 +41,12 @@ def trials() -> GrammarTrials:
     return GrammarTrials(TokenTable.of(FakeTokenizer()))
 
 
-def test_a_grammar_is_tried_and_its_fault_is_told(trials: GrammarTrials) -> None:
+def test_a_grammar_is_tried_and_its_fault_is_reported(trials: GrammarTrials) -> None:
     assert trials.fault(GOOD) == ""
     assert "nobody" in trials.fault(BAD)
 
 
-def test_one_that_takes_too_much_ends_its_process_and_no_other(trials: GrammarTrials) -> None:
+def test_a_grammar_that_takes_too_much_ends_only_its_own_process(trials: GrammarTrials) -> None:
     assert trials.fault(ENDLESS) == EXCEEDED
     assert trials.fault(ENDLESS) == EXCEEDED  # known by now
     assert trials.fault(GOOD + ' | "maybe"') == ""

@@ -48,7 +48,15 @@ def turn_of(
     pointer = Pointer(ROOT, block, 3) if block else None
     said = (Message.of(Role.USER, text),)
     return Turn(
-        *(turn_id, parent, "coder", said, (1, 2, 3), 3, pointer, Usage(3), at),
+        turn_id,
+        parent,
+        "coder",
+        said,
+        (1, 2, 3),
+        3,
+        pointer,
+        Usage(3),
+        at,
         model="m",
         reason=FinishReason.END_TURN,
     )

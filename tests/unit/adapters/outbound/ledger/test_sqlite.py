@@ -94,7 +94,7 @@ def test_all_of_a_batch_or_nothing(either: SqliteLedger) -> None:
     assert either.turn("local", "t1") == turn_of("t1")
 
 
-def test_an_unopened_ledger_says_so(tmp_path: Path) -> None:
+def test_an_unopened_ledger_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CachePersistenceError, match="is not open"):
         SqliteLedger(tmp_path).pointers()
 

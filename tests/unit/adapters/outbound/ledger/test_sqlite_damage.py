@@ -258,7 +258,7 @@ def test_a_damaged_ledger_and_a_damaged_backup_still_make_a_start(directory: Pat
         assert all(TURNS[name] == turn for name, turn in all_turns(ledger).items() if name != "t60")
 
 
-def test_where_both_are_bad_that_is_said_and_both_are_kept(directory: Path) -> None:
+def test_a_ledger_and_backup_that_are_both_bad_are_reported_and_kept(directory: Path) -> None:
     for name in ("ledger.db", "ledger.backup.db"):
         (directory / name).write_bytes(name.encode() * 900)
 
@@ -277,7 +277,7 @@ def test_where_both_are_bad_that_is_said_and_both_are_kept(directory: Path) -> N
         assert kept.name in state.problem
 
 
-def test_where_both_are_gone_that_is_said(directory: Path) -> None:
+def test_a_missing_ledger_and_backup_are_reported(directory: Path) -> None:
     (directory / "ledger.db").unlink()
     (directory / "ledger.backup.db").unlink()
 
@@ -286,7 +286,7 @@ def test_where_both_are_gone_that_is_said(directory: Path) -> None:
         assert ledger.load().problem == ""
 
 
-def test_where_every_file_of_the_ledger_is_gone_and_blocks_are_not_that_is_said(
+def test_a_missing_ledger_beside_blocks_is_reported(
     directory: Path,
 ) -> None:
     for path in directory.glob("ledger.*"):
@@ -319,7 +319,7 @@ def killed(directory: Path, target: Path, *, num_turns: int, backed_up_at: int |
         shutil.copytree(directory, target)
 
 
-def test_a_log_that_was_cut_in_half_is_told(directory: Path, tmp_path: Path) -> None:
+def test_a_truncated_log_is_reported(directory: Path, tmp_path: Path) -> None:
     killed(directory, tmp_path / "killed", num_turns=40, backed_up_at=None)
     (tmp_path / "killed" / "ledger.backup.db").unlink()
     cut(tmp_path / "killed" / "ledger.db-wal", 0.5)
@@ -349,7 +349,7 @@ def test_what_a_cut_log_lost_comes_from_a_newer_backup(directory: Path, tmp_path
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"-5", b"9" * 5000, None])
-def test_a_mark_that_is_none_says_nothing(directory: Path, content: bytes | None) -> None:
+def test_an_invalid_mark_is_ignored(directory: Path, content: bytes | None) -> None:
     mark = directory / "ledger.mark"
     mark.unlink() if content is None else mark.write_bytes(content)
 

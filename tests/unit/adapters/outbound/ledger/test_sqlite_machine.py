@@ -67,8 +67,14 @@ agents = st.builds(
 )
 parts = st.builds(
     BlockPart,
-    *(blocks, blocks, blocks, st.sampled_from(LayerKind)),
-    *(counts, st.binary(max_size=8), counts, times),
+    blocks,
+    blocks,
+    blocks,
+    st.sampled_from(LayerKind),
+    counts,
+    st.binary(max_size=8),
+    counts,
+    times,
 )
 part_keys = st.tuples(blocks, st.sampled_from(LayerKind))
 changes: st.SearchStrategy[LedgerChange] = st.one_of(

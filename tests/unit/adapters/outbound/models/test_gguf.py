@@ -191,8 +191,15 @@ def read_json(path: Path) -> dict[str, object]:
         Tiny("gemma3"),
     ],
     ids=[
-        *("llama", "llama untied", "llama biased", "llama wide heads"),
-        *("qwen2", "qwen2 untied", "qwen3", "gemma2", "gemma3"),
+        "llama",
+        "llama untied",
+        "llama biased",
+        "llama wide heads",
+        "qwen2",
+        "qwen2 untied",
+        "qwen3",
+        "gemma2",
+        "gemma3",
     ],
 )
 def test_every_weight_returns_to_its_hugging_face_name_and_place(
@@ -236,7 +243,7 @@ def test_the_directory_and_its_files_follow_the_umask(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_the_configuration_says_what_the_metadata_said(
+def test_the_configuration_equals_the_metadata(
     architecture: str, is_tied: bool, tmp_path: Path
 ) -> None:
     biases = "qkv" if architecture == "qwen2" else ""
@@ -299,9 +306,20 @@ def test_other_families_load_in_the_library_with_every_weight(
 
 
 SPM_TOKENS = [
-    *("<unk>", "<s>", "</s>"),
+    "<unk>",
+    "<s>",
+    "</s>",
     *(f"<0x{byte:02X}>" for byte in range(256)),
-    *("\u2581", "h", "e", "l", "o", "he", "ll", "hell", "hello", "\u2581hello"),
+    "\u2581",
+    "h",
+    "e",
+    "l",
+    "o",
+    "he",
+    "ll",
+    "hell",
+    "hello",
+    "\u2581hello",
 ]
 
 
@@ -439,9 +457,13 @@ def test_metadata_decides_whether_text_begins_with_bos(adds_bos: bool, tmp_path:
         *(
             (Tiny(fields={key: 2**32 - 1}), [f"{key} is 4294967295; expected a number from 0"])
             for key in (
-                *("llama.block_count", "llama.context_length", "llama.embedding_length"),
-                *("llama.attention.head_count", "llama.attention.head_count_kv"),
-                *("llama.feed_forward_length", "tokenizer.ggml.padding_token_id"),
+                "llama.block_count",
+                "llama.context_length",
+                "llama.embedding_length",
+                "llama.attention.head_count",
+                "llama.attention.head_count_kv",
+                "llama.feed_forward_length",
+                "tokenizer.ggml.padding_token_id",
             )
         ),
         *(

@@ -7,7 +7,7 @@ from semantic.adapters.outbound.telemetry.metrics import MetricsHistory
 pytestmark = pytest.mark.unit
 
 
-def test_readings_are_kept_for_an_hour_and_told_since_a_moment() -> None:
+def test_readings_are_kept_for_an_hour_and_returned_since_a_time() -> None:
     clock = {"now": 0.0}
     history = MetricsHistory(
         lambda: {"tokens": clock["now"] * 2, 'le{le="1"}': 1.0}, lambda: clock["now"]

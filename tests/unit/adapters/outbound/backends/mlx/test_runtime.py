@@ -60,7 +60,7 @@ def test_it_is_not_preferred_where_it_is_missing(monkeypatch: pytest.MonkeyPatch
     assert runtime.is_preferred()
 
 
-def test_a_missing_blas_is_said(
+def test_a_missing_blas_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("platform.system", lambda: "Linux")

@@ -175,7 +175,7 @@ def test_few_rows_go_to_our_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken == [3, 3, 3]
 
 
-def test_experts_are_not_told_that_rows_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_do_not_assume_sorted_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Module()
     model.experts = pytest.importorskip("mlx_lm.models.switch_layers").SwitchLinear(8, 4, 3)
     given, indices = mx.random.normal((6, 1, 8)), mx.array([0, 0, 1, 1, 2, 2])

@@ -148,7 +148,7 @@ def test_files_are_read_as_mlx_reads_them(tmp_path: Path, monkeypatch: pytest.Mo
         assert mx.array_equal(found[name], array).item(), name
 
 
-def test_who_cannot_pin_reads_as_before(tmp_path: Path) -> None:
+def test_without_pinned_memory_reads_work_as_before(tmp_path: Path) -> None:
     file = str(tmp_path / "model.safetensors")
     mx.save_safetensors(file, {"wide": mx.ones((2**10, 2**9))})
     device = PlainTransfer()
