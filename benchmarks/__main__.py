@@ -49,7 +49,7 @@ OUTPUT = ROOT / "build" / "bench"
 
 
 def run_one(name: str, *, is_quick: bool, against: Path) -> dict[str, Any]:
-    """Run one in a process of its own, which prints its table; returns its JSON, or its failure."""
+    """Run one benchmark in a separate process; returns its JSON, or its failure."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "found.json"
         command = [sys.executable, "-m", f"benchmarks.bench_{name}", "--json", str(path)]
@@ -63,14 +63,14 @@ def run_one(name: str, *, is_quick: bool, against: Path) -> dict[str, Any]:
 
 
 def file_name(*, is_quick: bool) -> str:
-    """Of a result."""
+    """Return the file name of a result."""
     return "quick.json" if is_quick else "full.json"
 
 
 def run_all(
     names: Sequence[str], rough: Collection[str], *, is_quick: bool, against: Path
 ) -> dict[str, Any]:
-    """Run them in order, and say how far it is.
+    """Run benchmarks in order and print the progress.
 
     Args:
         names: Of the benchmarks.
@@ -94,7 +94,7 @@ def run_all(
 
 
 def missed(found: Mapping[str, Any]) -> list[str]:
-    """Figures of a result that are on the wrong side of their bound."""
+    """Return the figures of a result that miss their bound."""
     return [
         f"{name}: {figure}"
         for name, result in found["benchmarks"].items()
@@ -105,7 +105,7 @@ def missed(found: Mapping[str, Any]) -> list[str]:
 
 
 def save(found: dict[str, Any], path: Path) -> None:
-    """Write a result; benchmarks that did not run this time stay as they are in the file."""
+    """Write a result; benchmarks that did not run keep their earlier figures in the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         earlier = json.loads(path.read_text("utf-8"))
@@ -114,7 +114,7 @@ def save(found: dict[str, Any], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what was asked for, and tell how it went."""
+    """Run the selected benchmarks and print a summary."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

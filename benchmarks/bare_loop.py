@@ -16,7 +16,7 @@ NUM_TOKENS = 32
 
 
 def measure(backend: str, model: Path, device: str, lengths: Sequence[int]) -> dict[str, Any]:
-    """Seconds of a prompt by length, in steps that suit it best, and ms a token after it."""
+    """Measure seconds per prompt by length, with the best step size, and ms per token after it."""
     command = [sys.executable, "-m", "benchmarks.bare_loop", backend, str(model), device]
     command += map(str, lengths)
     done = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603
@@ -82,7 +82,7 @@ def _torch(model: Path, device: str) -> Callable[[list[list[int]]], tuple[float,
 
 
 def main(backend: str, model: str, device: str, *lengths: str) -> None:
-    """Print what was measured, the second run of each."""
+    """Print the measurements of the second run of each."""
     run = {"mlx": _mlx, "torch": _torch}[backend](Path(model), device)
     found: dict[str, Any] = {}
     for length in map(int, lengths):

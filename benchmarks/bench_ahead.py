@@ -45,7 +45,7 @@ TASK = "You are one of five reviewers. List every function of this file with one
 
 
 def source(name: str, num_lines: int) -> str:
-    """A file of Python, its functions named after `name`."""
+    """Return a Python file whose functions are named after `name`."""
     functions = (
         f"def {name}_{n}(value: int, limit: int = {n * 7}) -> int:\n"
         f'    """Return the value, at most the limit."""\n'
@@ -56,7 +56,7 @@ def source(name: str, num_lines: int) -> str:
 
 
 def changed(text: str) -> str:
-    """The same with a word of one line in twelve replaced."""
+    """Return the text with one word replaced in every twelfth line."""
     lines = text.splitlines(keepends=True)
     for index in range(5, len(lines), 12):
         lines[index] = lines[index].replace(" ", " x", 1)
@@ -69,20 +69,20 @@ def changed(text: str) -> str:
 
 @dataclass(frozen=True)
 class Server:
-    """A server, and how long its files and replies are to be."""
+    """A server, and the lengths of its files and replies."""
 
     port: int
     num_lines: int
     num_tokens: int
 
     async def draft(self, num_tokens: int) -> None:
-        """Turn decoding ahead on or off."""
+        """Turn speculative decoding on or off."""
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}") as http:
             reply = await http.patch("/admin/runtime", json={"draft_tokens": num_tokens})
             reply.raise_for_status()
 
     async def ask(self, prompt: str, num_tokens: int = 0, **more: Any) -> Reply:
-        """Ask for a reply of exactly so many tokens."""
+        """Request a reply of exactly this many tokens."""
         client = Client(f"http://127.0.0.1:{self.port}/v1")
         client = replace(client, more={**client.more, **more})
         messages = [{"role": "user", "content": prompt}]
@@ -91,24 +91,24 @@ class Server:
 
 @dataclass(frozen=True)
 class Work:
-    """What came of some replies."""
+    """The results of some replies."""
 
     replies: Sequence[Reply]
     seconds: float
 
     @property
     def rate(self) -> float:
-        """Tokens a second, after the first."""
+        """Tokens per second after the first token."""
         return sum(reply.num_tokens - 1 for reply in self.replies) / self.seconds
 
 
 def one_by_one(*replies: Reply) -> Work:
-    """Replies that were asked for one after another."""
+    """Request replies one after another."""
     return Work(replies, sum(reply.last - reply.first for reply in replies))
 
 
 async def edit(server: Server, name: str, before: Work | None) -> Work:
-    """Change a file; the client expects what was said before, with changes."""
+    """Edit a file; the client sends the earlier reply, with changes, as its prediction."""
     file = source(name, server.num_lines)
     prompt = f"Rename `value` to `amount` and write the whole file.\n\n{file}"
     if before is None:
@@ -118,17 +118,17 @@ async def edit(server: Server, name: str, before: Work | None) -> Work:
 
 
 async def again(server: Server, name: str, before: Work | None) -> Work:  # noqa: ARG001
-    """Say something once more."""
+    """Generate the same reply again."""
     return one_by_one(await server.ask(f"{name}: tell me of the city."))
 
 
 async def calls(server: Server, name: str, before: Work | None) -> Work:  # noqa: ARG001
-    """Call a tool, five times."""
+    """Call the same tool five times."""
     return one_by_one(*[await server.ask(f"{name}: call the tool.", 48) for _ in range(5)])
 
 
 async def agents(server: Server, name: str, before: Work | None) -> Work:
-    """Five at once, other ones each time."""
+    """Run five agents at once, with new names each time."""
     names = [f"{name}{who}{'' if before is None else 'x'}" for who in "abcde"]
     prompts = [TASK + source(own, server.num_lines // 4) for own in names]
     started = time.perf_counter()
@@ -137,7 +137,7 @@ async def agents(server: Server, name: str, before: Work | None) -> Work:
 
 
 async def prose(server: Server, name: str, before: Work | None) -> Work:
-    """Say what nobody has said."""
+    """Generate text that occurs nowhere else."""
     seed = 1 if before is None else 2
     return one_by_one(await server.ask(f"{name}: tell me a story.", temperature=1, seed=seed))
 
@@ -146,7 +146,7 @@ Scenario = Callable[[Server, str, Work | None], Awaitable[Work]]
 
 
 async def compare(report: Report, server: Server, scenario: Scenario) -> None:
-    """Ask in pairs, after one that does not count; keeps their figures."""
+    """Measure in pairs after a warm-up pair; adds the figures to the report."""
     name, options, pairs = scenario.__name__, report.options, []
     for turn in range(1 + options.rounds):
         await server.draft(0)
@@ -168,7 +168,7 @@ async def compare(report: Report, server: Server, scenario: Scenario) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own."""
+    """Add this benchmark's options."""
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights; else the starter")
     parser.add_argument("--backend", choices=("auto", "mlx", "torch"), default="auto")
     parser.add_argument("--lines", type=int, default=400, help="of the file to edit")
@@ -186,7 +186,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(report: Report) -> None:
-    """Start the server and run what was asked for."""
+    """Start the server and run the selected cases."""
     options = report.options
     if report.is_quick:
         options.lines, options.rounds = min(options.lines, 80), 1

@@ -48,7 +48,7 @@ QUESTIONS = (
 
 
 def logprobs(home: Path, tokens: list[int], weights: WeightsOption) -> torch.Tensor:
-    """Log-probabilities after every token of one chunk, as the server's backend computes them."""
+    """Return log-probabilities after every token of one chunk, as the backend computes them."""
     directory = LocalModelSource(home / "models", STARTER_MODEL).resolve(STARTER_MODEL, print)
     spec = ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
     options = TorchOptions(
@@ -64,21 +64,21 @@ def logprobs(home: Path, tokens: list[int], weights: WeightsOption) -> torch.Ten
 
 
 def answers(port: int) -> list[str]:
-    """What a server says to the questions, one after the other."""
+    """Return a server's answers to the questions, asked one after another."""
     client = Client(f"http://127.0.0.1:{port}/v1")
     return [asyncio.run(client.ask(said(question), NUM_REPLY)).text for question in QUESTIONS]
 
 
 @contextlib.contextmanager
 def ours(home: Path, weights: str) -> Iterator[int]:
-    """Our server on the starter model."""
+    """Run this server on the starter model."""
     arguments = ("--home", str(home), "--weights", weights)
     with serving(*arguments, settings={"model_aliases": "any"}) as port:
         yield port
 
 
 def measure(report: Report) -> None:
-    """Divergence, then answers."""
+    """Measure divergence, then compare answers."""
     with tempfile.TemporaryDirectory() as temporary:
         home = report.options.home or Path(temporary)
         directory = LocalModelSource(home / "models", STARTER_MODEL).resolve(STARTER_MODEL, print)
@@ -104,7 +104,7 @@ def measure(report: Report) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own."""
+    """Add this benchmark's options."""
     parser.add_argument("--home", type=Path, help="of our server; a new one if not given")
 
 

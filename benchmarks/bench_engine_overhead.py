@@ -45,16 +45,14 @@ _T = TypeVar("_T")
 
 
 class TimedBackend(FakeBackend):
-    """Counts the time spent in the device's own calls."""
+    """Measures the time spent in device calls."""
 
     spent_s = 0.0
 
     def launch(self, step: Step) -> Ticket:
-        """Launch on the clock."""
         return self._timed(lambda: super(TimedBackend, self).launch(step))
 
     def collect(self, ticket: Ticket) -> StepOutput:
-        """Collect on the clock."""
         return self._timed(lambda: super(TimedBackend, self).collect(ticket))
 
     def _timed(self, call: Callable[[], _T]) -> _T:
@@ -66,7 +64,7 @@ class TimedBackend(FakeBackend):
 
 
 def overhead_ms(num_rows: int, num_steps: int) -> float:
-    """Median time of a step outside the backend, with `num_rows` sequences decoding."""
+    """Return the median time of a step outside the backend, with `num_rows` sequences decoding."""
     device = TimedBackend(fake_spec(block_tokens=256))
     engine = make_engine(device, FakeTokenizer(), EngineLimits(max_batch_size=num_rows))
     stop = StopRules(strings=("never to be seen",), ignore_eos=True)
@@ -88,16 +86,15 @@ def overhead_ms(num_rows: int, num_steps: int) -> float:
 
 
 class Nowhere(SpanExporter):
-    """Takes spans and forgets them."""
+    """An exporter that discards spans."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Forget."""
         del spans
         return SpanExportResult.SUCCESS
 
 
 def watched() -> Metrics:
-    """Metrics, and traces of some requests, as a server has them."""
+    """Create telemetry with metrics and traces of some requests, as in a server."""
     metrics = Metrics()
     provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(SAMPLE_RATIO)))
     provider.add_span_processor(BatchSpanProcessor(Nowhere()))
@@ -112,7 +109,7 @@ def decoding(
     num_rows: int,
     telemetry: TelemetryPort,
 ) -> BlockPoolBatchEngine:
-    """An engine whose sequences all decode."""
+    """Create an engine in which all sequences decode."""
     limits = EngineLimits(max_batch_size=num_rows)
     engine = make_engine(device, tokenizer, limits, telemetry=telemetry)
     for _ in range(num_rows):
@@ -123,7 +120,7 @@ def decoding(
 
 
 def step_us(engine: BlockPoolBatchEngine, num_steps: int) -> float:
-    """The median time of a step, of the thread that takes it."""
+    """Return the median CPU time of a step on its thread."""
     times: list[float] = []
     for _ in range(num_steps):
         started = time.thread_time()
@@ -133,7 +130,7 @@ def step_us(engine: BlockPoolBatchEngine, num_steps: int) -> float:
 
 
 def request_us(telemetry: TelemetryPort) -> float:
-    """What beginning and ending a request takes, of all threads."""
+    """Return the CPU time of beginning and ending a request, on all threads."""
     end = RequestEnd("end_turn", Usage(prompt_tokens=100), Reuse(computed=100))
     started = time.process_time()
     for _ in range(NUM_REQUESTS):
@@ -146,7 +143,7 @@ def request_us(telemetry: TelemetryPort) -> float:
 
 
 def step_costs_us(num_rows: int, num_steps: int, num_rounds: int) -> list[float]:
-    """What measuring adds to a step, round by round."""
+    """Return what telemetry adds to a step, by round."""
     prompt = tuple(b"a prompt")
     ways: dict[str, TelemetryPort] = {"on": watched(), "off": NoTelemetry()}
     engines = {
@@ -160,7 +157,7 @@ def step_costs_us(num_rows: int, num_steps: int, num_rounds: int) -> list[float]
 
 
 def starter_steps(directory: Path, num_rows: int, num_pairs: int) -> tuple[float, list[float]]:
-    """µs of a step of the starter model that is not watched, and watched over not, by turns."""
+    """Return µs of a starter step without telemetry, and the ratio with telemetry, interleaved."""
     prompt, tokenizer = prompt_tokens(directory, 64), HFTokenizer(directory)
     with backend(directory) as first, backend(directory) as second:
         on = decoding(first, tokenizer, prompt, num_rows, watched())
@@ -170,7 +167,7 @@ def starter_steps(directory: Path, num_rows: int, num_pairs: int) -> tuple[float
 
 
 def measure(report: Report) -> None:
-    """Both."""
+    """Measure the engine's overhead, then that of telemetry."""
     num_steps, num_rounds, num_pairs = report.choose((100, 2, 10), (200, 4, 30))
     for rows in ROW_COUNTS:
         values = [overhead_ms(rows, num_steps) for _ in range(2)]

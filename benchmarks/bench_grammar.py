@@ -42,7 +42,7 @@ _ENTRY: JsonObject = {
 
 
 def schema_of(num_entries: int) -> JsonObject:
-    """A list of at least so many entries."""
+    """Return the schema of a list with at least this many entries."""
     return {
         "type": "object",
         "properties": {"entries": {"type": "array", "minItems": num_entries, "items": _ENTRY}},
@@ -52,7 +52,7 @@ def schema_of(num_entries: int) -> JsonObject:
 
 
 class TimedConstraint:
-    """Counts the time spent in a constraint."""
+    """Measures the time spent in a constraint."""
 
     spent_s = 0.0
 
@@ -60,20 +60,18 @@ class TimedConstraint:
         self._inner = inner
 
     def allowed(self) -> bytes | None:
-        """Compute the mask on the clock."""
         started = time.perf_counter()
         mask = self._inner.allowed()
         TimedConstraint.spent_s += time.perf_counter() - started
         return mask
 
     def accept(self, token: int) -> None:
-        """Advance on the clock."""
         started = time.perf_counter()
         self._inner.accept(token)
         TimedConstraint.spent_s += time.perf_counter() - started
 
     def copy(self) -> "TimedConstraint":
-        """Look ahead on the clock, too."""
+        """Return a copy that adds to the same time."""
         return TimedConstraint(self._inner.copy())
 
 
@@ -84,7 +82,7 @@ def step_times(
     constraints: Sequence[TokenConstraint | None],
     num_steps: int,
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each decode step, and of those the seconds in the constraints."""
+    """Return the seconds of each decode step, and of those the seconds in constraints."""
     engine = make_engine(device, tokenizer)
     for row, inner in enumerate(constraints):
         sampling = SamplingParams(temperature=1, seed=row)
@@ -105,7 +103,7 @@ def step_times(
 
 
 def measure(report: Report) -> None:
-    """Three budgets."""
+    """Measure with three token budgets."""
     directory = starter_directory()
     tokenizer = HFTokenizer(directory)
     grammar = LLGuidanceGrammar(tokenizer)

@@ -38,7 +38,7 @@ TEXT = "All work and no play makes an agent dull. "
 
 
 def open_memory(home: Path) -> tuple[AgentMemory, LoadedModel]:
-    """A cache directory and the model, as a server with the fake backend has them."""
+    """Open a cache directory with the model, as a server with the fake backend does."""
     memory = AgentMemory(load_settings({"home": str(home), "backend": "fake"}))
     backend = FakeBackend(fake_spec(block_tokens=BLOCK))
     model = LoadedModel("fake", backend, FakeTokenizer(), "fake", memory.codec.kv_format)
@@ -48,7 +48,7 @@ def open_memory(home: Path) -> tuple[AgentMemory, LoadedModel]:
 def make_agent(
     root: BlockName, abi: str, index: int
 ) -> tuple[Agent, Turn, list[tuple[BlockPart, KVPayload]]]:
-    """An agent that has said one thing, which makes one block."""
+    """Create an agent with one turn of one block."""
     said_tokens = f"agent {index} ".encode() + TEXT.encode() * 8
     tokens, parts, chain = list(said_tokens[:NUM_TOKENS]), [], root
     for start in range(0, len(tokens), BLOCK):
@@ -75,7 +75,7 @@ def make_agent(
 
 
 def fill(home: Path, num_agents: int) -> None:
-    """Put agents into a directory."""
+    """Add agents to a directory."""
     memory, model = open_memory(home)
     principal = memory.agents.principal()
     root, abi = model.root(principal), model.backend.traits.kv_abi
@@ -92,7 +92,7 @@ def fill(home: Path, num_agents: int) -> None:
 
 
 def opening(home: Path) -> tuple[float, float]:
-    """Seconds to open the ledger, and to rebuild the index and make the engine."""
+    """Return the seconds to open the ledger, and to rebuild the index and create the engine."""
     started = time.perf_counter()
     memory, model = open_memory(home)
     opened = time.perf_counter() - started
@@ -103,7 +103,7 @@ def opening(home: Path) -> tuple[float, float]:
 
 
 async def turns(client: Client, talks: list[Messages], num_turns: int) -> list[float]:
-    """Milliseconds to the first token of so many more turns, one after the other."""
+    """Return the milliseconds to the first token of further turns, one after another."""
     times: list[float] = []
     for turn in range(num_turns):
         for place, messages in enumerate(talks):
@@ -114,7 +114,7 @@ async def turns(client: Client, talks: list[Messages], num_turns: int) -> list[f
 
 
 def measure_agents(report: Report, home: Path, num_agents: int) -> None:
-    """A directory with so many agents: opened, served, talked to, served again."""
+    """Measure a directory with this many agents: open, serve, send turns, serve again."""
     title = f"{num_agents:,} agents"
     if not home.exists():
         fill_s = seconds(lambda: fill(home, num_agents))
@@ -139,7 +139,7 @@ def measure_agents(report: Report, home: Path, num_agents: int) -> None:
 
 
 def measure_lengths(report: Report, home: Path, lengths: list[int]) -> None:
-    """Later turns of conversations of so many tokens (bytes, to the fake backend)."""
+    """Measure later turns of conversations of these lengths (in tokens, which are bytes here)."""
     with serving("--backend", "fake", "--home", str(home)) as port:
         client = Client(f"http://127.0.0.1:{port}/v1", more={})
         for length in lengths:
@@ -150,7 +150,7 @@ def measure_lengths(report: Report, home: Path, lengths: list[int]) -> None:
 
 
 def measure(report: Report) -> None:
-    """Both."""
+    """Measure by number of agents, then by length of a conversation."""
     counts = report.options.agents or report.choose([10, 1000], [10, 1000, 100_000])
     report.settings.update(agents=counts, talkers=NUM_TALKERS, turns=NUM_TURNS)
     with tempfile.TemporaryDirectory() as directory:
@@ -169,7 +169,7 @@ def measure(report: Report) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own."""
+    """Add this benchmark's options."""
     parser.add_argument("--agents", type=int, nargs="+", help="how many there are on disk")
     parser.add_argument("--directory", type=Path, help="keep them there, for the next time too")
 

@@ -36,7 +36,7 @@ _TEXT = "All work and no play makes an agent dull. " * 100
 
 
 def turn(made: PersistentEngine, tokens: list[int], reply: int) -> float:
-    """Seconds of one turn, its end included."""
+    """Return the seconds of one turn, including its end."""
     job = made.job(tokens, reply)
 
     def compute() -> None:
@@ -47,7 +47,7 @@ def turn(made: PersistentEngine, tokens: list[int], reply: int) -> float:
 
 
 def turns(num_tokens: int, num_reply: int, rounds: int) -> Rounds:
-    """Seconds of a turn in each way, in turns."""
+    """Return the seconds of a turn in each mode, interleaved."""
     directory = starter_directory()
     seeds = itertools.count(10**6)
     with ExitStack() as stack:
@@ -75,7 +75,7 @@ def turns(num_tokens: int, num_reply: int, rounds: int) -> Rounds:
 
 
 class Kept:
-    """Blocks and turns in a directory; each call takes the next one."""
+    """Blocks and turns in a directory; each call uses the next one."""
 
     def __init__(self, place: Path, cipher: Cipher | None) -> None:
         self._files = SafetensorsCache(place, cipher=cipher)
@@ -86,7 +86,7 @@ class Kept:
         self._written: list[BlockPart] = []
 
     def calls(self) -> dict[str, Callable[[int], object]]:
-        """What is measured, by name; takes an index."""
+        """Return the measured calls by name; each takes an index."""
         return {
             "write a block": self._write,
             "read a block": lambda i: self._files.read(self._written[i]),
@@ -97,7 +97,7 @@ class Kept:
         }
 
     def ms(self, name: str) -> float:
-        """Milliseconds of the next call of that name."""
+        """Return the milliseconds of the next call of this name."""
         call, index = self.calls()[name], next(self._indices[name])
         return 1000 * seconds(lambda: call(index))
 
@@ -106,7 +106,6 @@ class Kept:
         self._written.append(self._files.write(part, self._payload, is_synced=False))
 
     def close(self) -> None:
-        """Close the ledger."""
         self._ledger.close()
 
 
@@ -125,7 +124,7 @@ def _turn(index: int) -> Turn:
 
 
 def measure_encryption(report: Report, rounds: int) -> None:
-    """Each call plain and encrypted, in turns."""
+    """Measure each call plain and encrypted, interleaved."""
     with ExitStack() as stack:
         kept = {}
         for form, cipher in (("plain", None), ("encrypted", Cipher(os.urandom(32)))):
@@ -148,7 +147,7 @@ def expand(codec: KVCodec, resting: tuple[StoredBuffer, ...]) -> None:
 
 
 def measure_codecs(report: Report, rounds: int) -> None:
-    """MB a second of 16-bit state, quantised and expanded."""
+    """Measure MB/s of quantising and expanding a 16-bit KV cache."""
     payload = make_payload(STARTER, 0)
     for bits in (8, 4):
         codec = KVCodec(FORMATS[bits])
@@ -167,7 +166,7 @@ def measure_codecs(report: Report, rounds: int) -> None:
 
 
 def measure(report: Report) -> None:
-    """All three."""
+    """Measure turns, encryption and codecs."""
     num_tokens, num_reply, rounds = report.choose((256, 16, 2), (2048, 48, 5))
     report.settings.update(tokens=num_tokens, reply=num_reply, rounds=rounds)
     found = turns(num_tokens, num_reply, rounds)

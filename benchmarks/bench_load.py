@@ -28,7 +28,7 @@ ROUNDS = ("first run", "again, after a restart")
 
 
 def program() -> Path:
-    """guidellm, installed when it is first asked for, with the PyTorch that we have.
+    """Return the path of guidellm; installs it at first use, with the installed version of PyTorch.
 
     It needs PyTorch for little; the newest would bring gigabytes of CUDA.
     """
@@ -43,7 +43,7 @@ def program() -> Path:
 
 
 def generate(url: str, model: str, options: argparse.Namespace, output: Path) -> dict[str, Any]:
-    """Let guidellm talk to a server; returns its metrics."""
+    """Run guidellm against a server; returns its metrics."""
     turns, prompt = options.turns, options.tokens * 3 // 4
     data = (
         f"kind=synthetic_text,prompt_tokens={prompt},output_tokens={options.reply},turns={turns},"
@@ -68,7 +68,7 @@ def generate(url: str, model: str, options: argparse.Namespace, output: Path) ->
 
 
 def add_metrics(report: Report, title: str, metrics: dict[str, Any]) -> None:
-    """Keep what guidellm found: of the requests that were answered."""
+    """Add guidellm's figures of the successful requests."""
     first = metrics["time_to_first_token_ms"]["successful"]
     quartiles = [first["percentiles"][name] / 1000 for name in ("p25", "p50", "p75")]
     report.add(f"{title}: TTFT (quartiles)", quartiles, "s")
@@ -78,7 +78,7 @@ def add_metrics(report: Report, title: str, metrics: dict[str, Any]) -> None:
 
 
 def measure(report: Report) -> None:
-    """Each server twice."""
+    """Run guidellm against each server, twice."""
     options = report.options
     names = ("agents", "tokens", "turns", "reply")
     report.settings.update({name: getattr(options, name) for name in names}, guidellm=VERSION)
@@ -100,7 +100,7 @@ def measure(report: Report) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own."""
+    """Add this benchmark's options."""
     parser.add_argument("--agents", type=int, default=5, help="streams")
     parser.add_argument("--tokens", type=int, default=1024, help="of the first turn")
     parser.add_argument("--turns", type=int, default=2)

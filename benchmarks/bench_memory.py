@@ -49,7 +49,7 @@ _GB, _MB = 1e9, 2**20
 
 
 class _Numbers:
-    """Random 16-bit numbers; payloads of one size share them, so that little is made."""
+    """Random 16-bit numbers; payloads of one size share them to save memory."""
 
     def __init__(self, spec: ModelCacheSpec) -> None:
         self._spec = spec
@@ -69,7 +69,7 @@ class _Numbers:
 
 
 def seal(store: AgentCacheStore, spec: ModelCacheSpec, tokens: Sequence[int], cut: int) -> int:
-    """Seal one conversation block by block and settle it; returns bytes before it was settled.
+    """Seal one conversation block by block and settle it; returns the bytes before settling.
 
     Args:
         store: Keeps the blocks.
@@ -93,7 +93,7 @@ def seal(store: AgentCacheStore, spec: ModelCacheSpec, tokens: Sequence[int], cu
 
 
 def agents_bytes(spec: ModelCacheSpec, lengths: Sequence[int], num_shared: int) -> int:
-    """Bytes of agents that share the first tokens, sealed by the real store and counted."""
+    """Return the bytes of agents that share their first tokens, sealed by the real store."""
     store = AgentCacheStore(BlockPool(spec, 2**45))
     head = list(range(num_shared))
     for agent, length in enumerate(lengths):
@@ -106,19 +106,19 @@ def agents_bytes(spec: ModelCacheSpec, lengths: Sequence[int], num_shared: int) 
 
 
 def computed_bytes(spec: ModelCacheSpec, lengths: Sequence[int], num_shared: int = 0) -> int:
-    """What the geometry asks for: full layers share the head, windows are each agent's own."""
+    """Return the bytes by geometry: full layers share the prefix, windows are per agent."""
     full = sum(spec.kind_bytes(LayerKind.FULL, length - num_shared) for length in lengths)
     windows = sum(spec.kind_bytes(LayerKind.WINDOW, length) for length in lengths)
     return full + spec.kind_bytes(LayerKind.FULL, num_shared) + windows
 
 
 def padded_bytes(spec: ModelCacheSpec, lengths: Sequence[int]) -> int:
-    """What a left-padded batch asks for: everyone is as long as the longest."""
+    """Return the bytes of a left-padded batch, by geometry: all rows are as long as the longest."""
     return len(lengths) * spec.bytes_per_context(max(lengths))
 
 
 def padded_batch_bytes(spec: ModelCacheSpec, lengths: Sequence[int]) -> int:
-    """The same, measured: mlx-lm's batch caches, filled, for a layer of each kind."""
+    """Return the measured bytes of mlx-lm's filled batch caches, for a layer of each kind."""
     caches = runtime.import_library("mlx_lm.models.cache")
     padding = [max(lengths) - length for length in lengths]
     total = 0
@@ -134,7 +134,7 @@ def padded_batch_bytes(spec: ModelCacheSpec, lengths: Sequence[int]) -> int:
 
 
 def _filled_bytes(cache: object, layer: LayerSpec, lengths: Sequence[int]) -> int:
-    """Bytes of one layer's batch cache after a prompt as long as the longest, and one token."""
+    """Return the bytes of one layer's batch cache after the longest prompt and one token."""
     import mlx.core as mx  # noqa: PLC0415 - after the BLAS it is to use
 
     for num_tokens in (max(lengths), 1):
@@ -148,7 +148,7 @@ def _filled_bytes(cache: object, layer: LayerSpec, lengths: Sequence[int]) -> in
 
 
 def resting_bits(bits: int) -> float:
-    """Bits of a number at rest, with its share of the scales: two 16-bit ones a group."""
+    """Return the bits per stored number, with its share of the scales: two of 16 bits per group."""
     return bits if bits == 16 else bits + 32 / GROUP
 
 
@@ -160,7 +160,7 @@ def agents_that_fit(
     *,
     has_windows: bool = True,
 ) -> int:
-    """Agents of one length within a budget.
+    """Return how many agents of one length fit a budget.
 
     Args:
         spec: The model's geometry.
@@ -178,7 +178,7 @@ def agents_that_fit(
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Bytes of one conversation."""
+    """Bytes of one stored conversation."""
 
     asked_for: int
     unsettled: int
@@ -188,7 +188,7 @@ class Rest:
 
 
 def rest_of(spec: ModelCacheSpec, directory: Path, num_prompt: int, num_reply: int) -> Rest:
-    """Seal one conversation with the disk behind the store, and count what is kept."""
+    """Seal one conversation in a store with a disk, and count the stored bytes."""
     num_tokens = num_prompt + num_reply
     ledger = SqliteLedger.in_memory()
     disk = DiskTier(SafetensorsCache(directory), ledger, DiskLimits(2**40, 2**40))
@@ -208,7 +208,7 @@ def rest_of(spec: ModelCacheSpec, directory: Path, num_prompt: int, num_reply: i
 
 
 def measure_rest(report: Report) -> None:
-    """Gemma 3 12B with 8K tokens, whole where there is time for 1 GB of files."""
+    """Measure Gemma 3 12B with 8K tokens; a full run writes 1 GB of files."""
     scale = report.choose(SCALE, 1)
     with tempfile.TemporaryDirectory(dir=report.options.directory) as directory:
         rest = rest_of(spec_of("Gemma 3 12B", scale=scale), Path(directory), 8160, 32)
@@ -222,7 +222,7 @@ def measure_rest(report: Report) -> None:
 
 
 def measure(report: Report) -> None:
-    """All geometries."""
+    """Measure all geometries."""
     report.settings.update(lengths=LENGTHS, shared=NUM_SHARED, scale=SCALE, budget=BUDGET)
     runtime.prepare()
     for model in CONFIGS:
@@ -255,7 +255,7 @@ def measure(report: Report) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own."""
+    """Add this benchmark's options."""
     parser.add_argument("--directory", help="where about 1 GB may be written for a while")
 
 

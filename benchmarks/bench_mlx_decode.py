@@ -34,7 +34,7 @@ PREFILL = 2048
 
 
 def make_model(shape: str) -> MlxModel:
-    """A Llama with made-up weights."""
+    """Create a Llama with random weights."""
     hidden, layers, inner, heads, kv_heads, vocab, dtype = SHAPES[shape]
     config = {
         "model_type": "llama",
@@ -69,7 +69,7 @@ def make_model(shape: str) -> MlxModel:
 
 
 def bandwidth(dtype: str) -> float:
-    """Bytes a second that the product of a large matrix and a vector reads."""
+    """Return the bytes per second that the product of a large matrix and a vector reads."""
     size = 2**33 if mx.default_device() == mx.Device(mx.gpu) else 2**26
     number = getattr(mx, dtype)
     matrix = mx.ones((size // number.size // 4096, 4096), number)
@@ -84,7 +84,7 @@ def bandwidth(dtype: str) -> float:
 
 
 def timed(*steps: Callable[[], None], num_steps: int, rounds: int = 6) -> list[float]:
-    """Seconds a step of each, in turns, the best of some rounds: the machine may be shared."""
+    """Return seconds per step of each, interleaved, the best of some rounds."""
     best = [float("inf")] * len(steps)
     for _ in range(rounds):
         for place, step in enumerate(steps):
@@ -98,7 +98,7 @@ def timed(*steps: Callable[[], None], num_steps: int, rounds: int = 6) -> list[f
 
 
 def bare(loaded: MlxModel, num_rows: int, length: int) -> Callable[[], None]:
-    """The library's model over a dense batch, one step ahead."""
+    """Run the library's model over a dense batch, one step ahead."""
     cache = runtime.import_library("mlx_lm.models.cache")
     layer = loaded.spec.layers[0]
     number = loaded.model.model.norm.weight.dtype
@@ -125,7 +125,7 @@ def bare(loaded: MlxModel, num_rows: int, length: int) -> Callable[[], None]:
 
 
 def served(backend: MlxBackend, lengths: list[int]) -> Callable[[], None]:
-    """Our backend, one step ahead as the engine drives it."""
+    """Run this project's backend, one step ahead as the engine does."""
     held = list(lengths)
     for row, length in enumerate(lengths):
         prefill(backend, SequenceId(row), length)
@@ -152,7 +152,7 @@ def prefill(backend: MlxBackend, seq: SequenceId, length: int) -> None:
 
 
 def parse(lengths: str) -> list[int]:
-    """`32768,2048x7` is one of 32768 and seven of 2048."""
+    """Parse lengths: `32768,2048x7` is one of 32768 and seven of 2048."""
     parsed: list[int] = []
     for item in lengths.split(","):
         length, _, count = item.partition("x")
@@ -161,7 +161,7 @@ def parse(lengths: str) -> list[int]:
 
 
 def measure(report: Report) -> None:
-    """Both loops, in turns, over each set of lengths."""
+    """Measure both loops, interleaved, for each set of lengths."""
     options = report.options
     choose_device(options.device)
     loaded = make_model(options.shape)
@@ -194,7 +194,7 @@ def measure(report: Report) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own."""
+    """Add this benchmark's options."""
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--lengths", nargs="+", default=["256x1", "256x4", "900,200x3"])
     parser.add_argument("--steps", type=int, default=20)

@@ -44,7 +44,7 @@ _HIDDEN, _INNER, _LAYERS, _KEYS = 2048, 8192, 16, 512
 
 
 def write_1b(path: Path) -> None:
-    """A file in the shape of Llama 3.2 1B: random weights of four bits, and the starter's words."""
+    """Write a GGUF file shaped like Llama 3.2 1B: random 4-bit weights, the starter's tokens."""
     reader, writer = gguf.GGUFReader(starter_gguf()), gguf.GGUFWriter(path, "llama")
     writer.add_block_count(_LAYERS)
     writer.add_context_length(8192)
@@ -76,7 +76,7 @@ def write_1b(path: Path) -> None:
 
 
 def _add_random(writer: gguf.GGUFWriter, name: str, shape: tuple[int, int]) -> None:
-    """Q4_1: a scale, a minimum and 16 bytes for every 32 weights."""
+    """Add random Q4_1 weights: a scale, a minimum and 16 bytes for every 32 weights."""
     blocks = np.empty((shape[0], shape[1] // 32, 20), np.uint8)
     random = np.random.default_rng(len(name) + shape[0])
     blocks[..., 4:] = random.integers(0, 256, (*blocks.shape[:2], 16), np.uint8)
@@ -90,7 +90,7 @@ def _add_random(writer: gguf.GGUFWriter, name: str, shape: tuple[int, int]) -> N
 
 @dataclass(frozen=True)
 class Timed:
-    """A server's way to be started, and how long it takes to be ready, the last time."""
+    """A server that can be started, and the time its last start took."""
 
     name: str
     open: Callable[[Path], contextlib.AbstractContextManager[int]]
@@ -98,7 +98,6 @@ class Timed:
 
     @contextlib.contextmanager
     def start(self, home: Path) -> Iterator[str]:
-        """Start it."""
         started = time.perf_counter()
         with self.open(home) as port:
             self.took.append(time.perf_counter() - started)
@@ -106,12 +105,12 @@ class Timed:
 
     @property
     def system(self) -> System:
-        """As the workflow wants it."""
+        """Return the server in the form that the workflow benchmark uses."""
         return System(self.name, self.start, more={"ignore_eos": True, "cache_prompt": True})
 
 
 def make_servers(source: str, file: Path, cache: Path) -> tuple[Timed, Timed]:
-    """Ours and theirs, on the same file."""
+    """Create this server and llama.cpp's on the same file."""
     settings = {"model_aliases": "any", "max_batch_size": "16", "max_idle": "8"}
 
     def ours(home: Path) -> contextlib.AbstractContextManager[int]:
@@ -126,7 +125,7 @@ def make_servers(source: str, file: Path, cache: Path) -> tuple[Timed, Timed]:
 
 @contextlib.contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """So many programs that do nothing else than take a core."""
+    """Run programs that each keep a core busy."""
     command = [sys.executable, "-c", "while True: pass"]
     loops = [subprocess.Popen(command) for _ in range(count)]  # noqa: S603 - our own
     try:
@@ -141,7 +140,7 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 async def streams(client: Client, count: int, num_tokens: int, start: int) -> float:
-    """Tokens a second of some streams in sum, from each one's first token on."""
+    """Return the total tokens per second of streams, each from its first token on."""
     asked = (
         client.ask(said(text_of(40, start + 50 * i) + "\nTell me more."), num_tokens)
         for i in range(count)
@@ -150,7 +149,7 @@ async def streams(client: Client, count: int, num_tokens: int, start: int) -> fl
 
 
 async def prefill(client: Client, num_tokens: int, start: int) -> float:
-    """Tokens of a prompt a second, until the first of the reply."""
+    """Return prompt tokens per second up to the first token of the reply."""
     reply = await client.ask(said(text_of(num_tokens - 40, start) + "\nWhat matters?"), 4)
     return reply.num_prompt / reply.first
 
@@ -162,7 +161,7 @@ class Comparison:
         self._report, self._servers, self._homes = report, servers, homes
 
     def run(self, condition: str) -> None:
-        """Measure what was asked for."""
+        """Run the selected measurements."""
         only, place = self._report.options.only, 1000 * CONDITIONS.index(condition)
         with contextlib.ExitStack() as stack:
             pairs = zip(self._servers, self._homes, strict=True)
@@ -211,7 +210,7 @@ class Comparison:
 
 
 def measure(report: Report) -> None:
-    """Under every condition."""
+    """Compare the servers under every condition."""
     options = report.options
     if report.is_quick:
         options.only, options.conditions = ("one", "eight", "prefill"), CONDITIONS[:1]
@@ -240,7 +239,7 @@ def measure(report: Report) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own."""
+    """Add this benchmark's options."""
     parser.add_argument("--shape", choices=sorted(LEAST_ONE), default="starter")
     parser.add_argument("--only", nargs="*", choices=SCENARIOS, default=SCENARIOS)
     parser.add_argument("--conditions", nargs="*", choices=CONDITIONS, default=CONDITIONS)

@@ -44,7 +44,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _running(command: list[str], port: int) -> Iterator[int]:
-    """Run a program until it answers at its port; it is told to stop at the end."""
+    """Run a program until its port answers; stops it at the end."""
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "SEMANTIC_MODEL_ALIASES": "any"}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as process:  # noqa: S603
         try:
@@ -60,7 +60,7 @@ def _running(command: list[str], port: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def ways(directory: Path, backend: str) -> Iterator[dict[str, int]]:
-    """Ports of the same server, behind one thing or another."""
+    """Yield the ports of the same server, directly and behind each proxy."""
     with contextlib.ExitStack() as stack:
         settings = {
             "store": "shared",
@@ -88,7 +88,7 @@ def ways(directory: Path, backend: str) -> Iterator[dict[str, int]]:
 
 
 async def _streams(client: Client, name: str, num_tokens: int) -> float:
-    """Tokens a second of several streams at once, all together; nobody asked the same before."""
+    """Return the total tokens per second of several streams with new prompts."""
     started = time.perf_counter()
     asked = [said(f"{name} {i}: good morning.") for i in range(_NUM_STREAMS)]
     replies = await asyncio.gather(*(client.ask(one, num_tokens) for one in asked))
@@ -96,7 +96,7 @@ async def _streams(client: Client, name: str, num_tokens: int) -> float:
 
 
 def measure(report: Report) -> None:
-    """Ask by turns: a conversation's next turn, then several streams at once."""
+    """Measure, interleaved, a conversation's next turn, then several streams at once."""
     num_rounds, num_tokens = report.choose((5, 64), (25, 128))
     report.settings.update(backend=report.options.backend, rounds=num_rounds, tokens=num_tokens)
     with tempfile.TemporaryDirectory() as name, ways(Path(name), report.options.backend) as ports:

@@ -62,7 +62,7 @@ class ListeningBackend(TorchBackend):
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far distributions are from those of full precision, a token."""
+    """How far next-token distributions are from those of full precision, per token."""
 
     kls: list[float] = field(default_factory=list)
     is_same_choice: list[bool] = field(default_factory=list)
@@ -70,21 +70,21 @@ class Divergence:
 
     @property
     def mean(self) -> float:
-        """Of the divergence, in nats."""
+        """Mean divergence, in nats."""
         return fmean(self.kls)
 
     @property
     def agreement(self) -> float:
-        """How often the likeliest token is the same."""
+        """Share of positions at which the most likely token is the same."""
         return fmean(self.is_same_choice)
 
     @property
     def perplexity(self) -> float:
-        """Of the text that was read."""
+        """Perplexity of the text."""
         return math.exp(fmean(self.surprises))
 
     def add(self, expected: Logits, found: Logits, following: int = 0) -> None:
-        """Compare two rows of logits; `following` is the token that the text has next."""
+        """Compare two rows of logits; `following` is the text's next token."""
         p, q = (row - np.logaddexp.reduce(row) for row in (expected, found))
         self.surprises.append(-float(q[following]))
         self.kls.append(max(0.0, float(np.sum(np.exp(p) * (p - q)))))
@@ -92,14 +92,14 @@ class Divergence:
 
 
 def listening_backend(directory: Path, dtype: DType = "auto") -> ListeningBackend:
-    """The model, by default in the precision the server runs it in."""
+    """Load the model, by default in the dtype that the server uses."""
     spec = ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
     native = NativeBuild(load_settings().home_dir / "native")
     return ListeningBackend(directory, spec, TorchOptions(dtype=dtype, native=native))
 
 
 def text_tokens(directory: Path, num_tokens: int) -> list[int]:
-    """English that does not repeat itself: this project's own pages."""
+    """Return tokens of English text without repetitions: this project's documentation."""
     root = Path(__file__).parents[1]
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     tokens = HFTokenizer(directory).encode("\n".join(page.read_text() for page in pages))
@@ -117,7 +117,7 @@ def rest(codec: KVCodec, payload: KVPayload) -> KVPayload:
 
 
 class Readers:
-    """Sequences that read one text: one that never rests, and one for each format."""
+    """Sequences that read one text: one that is never stored, and one per storage format."""
 
     def __init__(self, backend: ListeningBackend, tokens: Sequence[int], num_first: int) -> None:
         self._backend, self._tokens, self._length = backend, tokens, num_first
@@ -129,7 +129,7 @@ class Readers:
         self._origin = dict.fromkeys(self._codecs, SOURCE)
 
     def restart(self) -> None:
-        """Write everything in its format, and read it back."""
+        """Write each sequence's KV cache in its format, and read it back."""
         for sequence, codec in self._codecs.items():
             blocks = [rest(codec, block) for block in self._blocks(self._origin[sequence])]
             if self._origin[sequence] == sequence:
@@ -145,7 +145,7 @@ class Readers:
         return [backend.payload(backend.snapshot(sequence, *r, LayerKind.FULL)) for r in ranges]
 
     def read(self, num_tokens: int) -> dict[str, Divergence]:
-        """Read on, all together; the first of the result is the one that never rested."""
+        """Read further tokens together; the first result is that of the sequence never stored."""
         names = ("never", *(codec.kv_format for codec in self._codecs.values()))
         found = {name: Divergence() for name in names}
         for position in range(self._length, self._length + num_tokens):
@@ -159,7 +159,6 @@ class Readers:
         return found
 
     def close(self) -> None:
-        """Close all."""
         for sequence in (SOURCE, *self._codecs):
             self._backend.close(sequence)
 
@@ -167,7 +166,7 @@ class Readers:
 def divergences(
     backend: ListeningBackend, tokens: Sequence[int], num_first: int, num_restarts: int = 1
 ) -> list[dict[str, Divergence]]:
-    """For each restart, how far each format is from a sequence that never rested."""
+    """Return by restart how far each format is from the sequence that is never stored."""
     readers = Readers(backend, tokens, num_first)
     num_each = (len(tokens) - 1 - num_first) // num_restarts
     found = []
@@ -182,7 +181,7 @@ def divergences(
 
 
 def answers(backend: TorchBackend, directory: Path, bits: int, *, is_restarted: bool) -> list[str]:
-    """What the model answers in one conversation; the engine is made anew before each question."""
+    """Return the model's answers in one conversation; each question gets a new engine."""
     tokenizer = HFTokenizer(directory)
     messages: list[dict[str, JsonValue]] = []
     with tempfile.TemporaryDirectory() as cache:
@@ -206,7 +205,7 @@ def answers(backend: TorchBackend, directory: Path, bits: int, *, is_restarted: 
 
 
 def measure(report: Report) -> None:
-    """Divergence, perplexity and answers."""
+    """Measure divergence, perplexity and answers."""
     directory = starter_directory()
     num_first, num_each, num_restarts = report.choose((256, 16, 2), (2048, 48, 5))
     report.settings.update(first=num_first, each=num_each, restarts=num_restarts)

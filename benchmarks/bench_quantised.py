@@ -41,12 +41,12 @@ GPT_OSS = {
 
 @functools.cache
 def native() -> NativeBuild:
-    """The native library, as a server chooses it."""
+    """Load the native library, as a server chooses it."""
     return NativeBuild(load_settings().home_dir / "native")
 
 
 def tensor_bytes() -> int:
-    """Bytes of all tensors there are."""
+    """Return the bytes of all existing tensors."""
     gc.collect()
     # By its type: to ask each object for its class would wake those that warn of it.
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
@@ -55,14 +55,14 @@ def tensor_bytes() -> int:
 
 
 def probabilities(model: Any, tokens: list[int]) -> torch.Tensor:
-    """Log-probabilities after every token."""
+    """Return log-probabilities after every token."""
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
     return functional.log_softmax(logits.float(), dim=-1)
 
 
 def load(report: Report, name: str, directory: Path, *, is_kept: bool) -> Any:
-    """A model as the server would have it; keeps what it takes."""
+    """Load a model as the server does; reports its size."""
     before = tensor_bytes()
     attention = "eager" if name == "GPT-OSS" else "sdpa"
     model = load_grouped(directory, torch.float32, attention, is_kept=is_kept).eval()
@@ -73,7 +73,7 @@ def load(report: Report, name: str, directory: Path, *, is_kept: bool) -> Any:
 
 
 def compare(report: Report, name: str, kept: torch.Tensor, full: torch.Tensor) -> None:
-    """How far two models' log-probabilities are apart."""
+    """Compare two models' log-probabilities."""
     kl = functional.kl_div(kept, full, reduction="none", log_target=True).sum(dim=-1)
     same = (kept.argmax(dim=-1) == full.argmax(dim=-1)).float().mean()
     report.add(f"{name}, KL in the mean", float(kl.mean()), "nats a token", most=MAX_DIVERGENCE)
@@ -82,14 +82,14 @@ def compare(report: Report, name: str, kept: torch.Tensor, full: torch.Tensor) -
 
 
 def sizes(report: Report, name: str, file: Path, directory: Path) -> None:
-    """What a file takes on disk, before it is imported and after."""
+    """Report a file's size on disk, before and after the import."""
     report.add(f"{name}, GGUF", file.stat().st_size / 1e6, "MB")
     imported = directory / "model.safetensors"
     report.add(f"{name}, imported", imported.stat().st_size / 1e6, "MB")
 
 
 def starter(report: Report) -> None:
-    """The starter model, a Q4_1 file."""
+    """Measure the starter model, a Q4_1 file."""
     directory = starter_directory()
     tokens = prompt_tokens(directory, NUM_TOKENS)
     sizes(report, "starter", starter_gguf(), directory)
@@ -101,7 +101,7 @@ def starter(report: Report) -> None:
 
 
 def gpt_oss(report: Report) -> None:
-    """Random weights in GPT-OSS's form: experts in MXFP4, other linears in Q8_0."""
+    """Measure random weights in GPT-OSS's format: experts in MXFP4, other linears in Q8_0."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "random.gguf")
         model = write_gpt_oss(file, GPT_OSS, Kind.MXFP4, Kind.Q8_0)
@@ -113,7 +113,7 @@ def gpt_oss(report: Report) -> None:
 
 
 def measure(report: Report) -> None:
-    """Both files."""
+    """Measure both files."""
     if native().library() is None:
         report.note(f"SKIP: this compares in float32 with the native library: {native().reason}")
         return

@@ -36,7 +36,7 @@ AIM_MS = 20
 
 
 def conversation(num_turns: int) -> ChatRequest:
-    """A coding agent's: two thirds of it are tools and their results."""
+    """Build a coding agent's conversation; two thirds are tools and their results."""
     messages = [Message.of(Role.SYSTEM, TEXT * 12)]
     for turn in range(num_turns):
         use = ToolUsePart(f"toolu_{turn}", "tool_3", {"path": f"src/file_{turn}.py", "limit": turn})
@@ -61,7 +61,7 @@ def _schema() -> JsonObject:
 
 
 def times_ms(tokenizer: HFTokenizer, num_rounds: int) -> tuple[int, float, list[float]]:
-    """Tokens of the conversation; ms of the first rendering; CPU time of those after it."""
+    """Return the number of tokens, ms of the first rendering, and CPU ms of later ones."""
     renderer, request = Renderer(tokenizer), conversation(NUM_TURNS)
     replays = TenantReplays(b"root", ReplayStore())
     first = seconds(lambda: renderer.render(request, replays=replays)) * 1e3
@@ -76,7 +76,7 @@ def times_ms(tokenizer: HFTokenizer, num_rounds: int) -> tuple[int, float, list[
 
 
 def measure(report: Report) -> None:
-    """Both templates."""
+    """Measure both templates."""
     directory = starter_directory()
     with tempfile.TemporaryDirectory() as name:
         other = Path(name)

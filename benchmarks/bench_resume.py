@@ -38,13 +38,13 @@ _SLACK_S = 0.02
 
 @dataclass
 class Bench:
-    """An engine, and the backend it runs on."""
+    """An engine and its backend."""
 
     made: PersistentEngine
     backend: TorchBackend
 
     def ttft(self, tokens: Sequence[int]) -> float:
-        """Seconds from the request to its first token; it runs to its end."""
+        """Return the seconds from the request to its first token; runs the request to its end."""
         made = self.made
         made.events.clear()
         job = made.job(tokens, max_tokens=2)
@@ -59,7 +59,7 @@ class Bench:
         return elapsed
 
     def forward(self, num_held: int) -> float:
-        """Seconds of one step over the new tokens of a sequence that holds so many."""
+        """Return the seconds of one step over the new tokens of a sequence of this length."""
         seq = SequenceId(10**6)
         tokens = (np.arange(num_held) * 7 % 40000 + 1000).tolist()
         self.backend.open(seq, tokens)
@@ -74,7 +74,7 @@ class Bench:
 
 @contextmanager
 def bench(cache: Path, max_idle: int) -> Iterator[Bench]:
-    """An engine as the server makes it."""
+    """Create an engine as the server does."""
     directory = starter_directory()
     settings: dict[str, object] = {"cache_dir": str(cache), "memory_budget_mb": 3000}
     limits = EngineLimits(max_idle=max_idle)
@@ -86,7 +86,7 @@ def bench(cache: Path, max_idle: int) -> Iterator[Bench]:
 
 
 def in_this_process(cache: Path, lengths: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Cold, hot and pool; leaves the conversations on disk."""
+    """Measure cold, hot and pool; leaves the conversations on disk."""
     figures: dict[str, Any] = {}
     with bench(cache, max_idle=4) as made:
         made.ttft(random_tokens(600, 1))  # warms up
@@ -109,7 +109,7 @@ def in_this_process(cache: Path, lengths: Sequence[int], rounds: int) -> dict[st
 
 
 def in_a_new_process(cache: Path, lengths: Sequence[int], rounds: int) -> dict[str, Any]:
-    """The same conversations, from disk."""
+    """Measure the same conversations, from disk."""
     figures: dict[str, Any] = {}
     with bench(cache, max_idle=0) as made:
         made.ttft(random_tokens(600, 2))
@@ -126,7 +126,7 @@ def in_a_new_process(cache: Path, lengths: Sequence[int], rounds: int) -> dict[s
 
 
 def bandwidth(cache: Path) -> float:
-    """Bytes a second of the slowest of reading, checking and copying a few block files."""
+    """Return the bytes per second of the slowest of reading, checking and copying block files."""
     files = sorted(cache.glob("blocks/*/*/*.safetensors"), key=lambda f: f.stat().st_size)[-8:]
     contents: list[bytes] = []
     nbytes = sum(file.stat().st_size for file in files)
@@ -138,7 +138,7 @@ def bandwidth(cache: Path) -> float:
 
 
 def tell(report: Report, here: dict[str, Any], there: dict[str, Any]) -> None:
-    """Keep the figures, and the ratios that have bounds, round by round."""
+    """Add the figures and the bounded ratios to the report, by round."""
     for length, figures in here.items():
         disk = there[length]
         bounds = [
@@ -180,7 +180,7 @@ def measure(report: Report) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own."""
+    """Add this benchmark's options."""
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of the conversations")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)

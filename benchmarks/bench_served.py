@@ -41,7 +41,7 @@ SCENARIOS = ("bare", "start", "peer", "alone", "agents", "streams")
 
 @dataclass(frozen=True)
 class Served:
-    """A server that answers, and how long it took to get there."""
+    """A running server, and the time its start took."""
 
     port: int
     start_s: float
@@ -53,7 +53,7 @@ class Served:
 
 @contextlib.contextmanager
 def served(options: argparse.Namespace, model: Path, home: Path) -> Iterator[Served]:
-    """A server on a free port that has answered once."""
+    """Run a server on a free port; yields it after its first answer."""
     arguments = ["--model", str(model), "--backend", options.backend, "--home", str(home)]
     arguments += ["--memory-budget-mb", str(options.memory_mb), "--device", options.device]
     arguments += ["--disk-budget-mb", str(2 * options.memory_mb)]
@@ -66,7 +66,7 @@ def served(options: argparse.Namespace, model: Path, home: Path) -> Iterator[Ser
 
 
 def peer_start(model: Path) -> float:
-    """Seconds until `mlx_lm.server` has answered once; its kernels are compiled on the way too."""
+    """Return the seconds until the first answer of `mlx_lm.server`, which also compiles kernels."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -87,14 +87,14 @@ def peer_start(model: Path) -> float:
 
 
 class Prompts:
-    """Text of about so many tokens."""
+    """Makes text of about a given number of tokens."""
 
     def __init__(self, server: Served) -> None:
         counts = [asyncio.run(server.ask(said(TEXT * n), 1)).num_prompt for n in (1, 11)]
         self._per_text = (counts[1] - counts[0]) / 10
 
     def of(self, num_tokens: int, name: str) -> str:
-        """Text that nobody else's begins like."""
+        """Return text that shares no prefix with other texts."""
         return f"{name}: " + TEXT * max(1, round(num_tokens / self._per_text))
 
 
@@ -102,7 +102,7 @@ class Prompts:
 
 
 async def alone(server: Served, prompts: Prompts, length: int) -> tuple[dict[str, Any], Messages]:
-    """A long prompt from nothing, five times; then the next turn, and one from the pool."""
+    """Measure a cold prompt five times, then the next turn, and one from the pool."""
     cold: list[Reply] = []
     for turn in range(5):
         messages = said(prompts.of(length, f"cold {length} {turn}"))
@@ -126,7 +126,7 @@ async def alone(server: Served, prompts: Prompts, length: int) -> tuple[dict[str
 
 
 async def alone_again(server: Served, messages: Messages) -> dict[str, Any]:
-    """The next turn after a restart."""
+    """Measure the next turn after a restart."""
     reply = await server.ask(messages, 16)
     return {"restart_s": reply.first, "restart_reused": reply.num_reused}
 
@@ -147,7 +147,7 @@ async def _turns(
 async def agents(
     server: Served, prompts: Prompts, shared: int, own: int
 ) -> tuple[dict[str, Any], list[Messages]]:
-    """Eight agents with a head in common, four turns each, all at once."""
+    """Measure eight agents with a common prefix, four turns each, all at once."""
     head = prompts.of(shared, f"shared {shared}")
     started = time.perf_counter()
     everyone = await asyncio.gather(
@@ -167,7 +167,7 @@ async def agents(
 
 
 async def agents_again(server: Served, everyone: list[Messages]) -> dict[str, Any]:
-    """All eight go on at once after a restart."""
+    """Measure one more turn of all eight at once after a restart."""
     started = time.perf_counter()
     replies = await asyncio.gather(*(server.ask(messages, 64) for messages in everyone))
     return {
@@ -179,7 +179,7 @@ async def agents_again(server: Served, everyone: list[Messages]) -> dict[str, An
 
 
 async def streams(server: Served, head: str, count: int, num_tokens: int) -> dict[str, Any]:
-    """Streams side by side that share a head."""
+    """Measure concurrent streams that share a prefix."""
     started = time.perf_counter()
     replies = await asyncio.gather(
         *(server.ask(said(f"{count}: stream {i}", head), num_tokens) for i in range(count))
@@ -200,7 +200,7 @@ async def streams(server: Served, head: str, count: int, num_tokens: int) -> dic
 
 
 class Run:
-    """One run, and what it found."""
+    """One run and its figures."""
 
     def __init__(self, report: Report, model: Path, home: Path) -> None:
         self._report, self._options = report, report.options
@@ -209,7 +209,7 @@ class Run:
         self._everyone: list[Messages] = []
 
     def all(self) -> None:
-        """Measure what was asked for."""
+        """Run the selected cases."""
         options, wanted = self._options, self._options.only
         if "bare" in wanted:
             self._note("bare", bare_loop.measure(*self._how(), options.lengths))
@@ -250,7 +250,7 @@ class Run:
             self._note("agents again", asyncio.run(agents_again(server, self._everyone)))
 
     def _note(self, name: str, value: Any) -> None:
-        """Keep figures, however deep they are, and show them now: a run may take an hour."""
+        """Add figures, however nested, and print them at once: a run may take an hour."""
         if isinstance(value, dict):
             for inner, figure in value.items():
                 self._note(f"{name}, {inner}", figure)
@@ -263,7 +263,7 @@ _UNITS = {"tokens_per_s": "tokens/s", "ms_per_token": "ms", "_s": "s", "tokens":
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own."""
+    """Add this benchmark's options."""
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--backend", choices=("mlx", "torch"), default="torch")
     parser.add_argument("--device", default="auto")
@@ -285,7 +285,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(report: Report) -> None:
-    """Make the model and run what was asked for."""
+    """Create the model and run the selected cases."""
     options = report.options
     report.settings.update({name: str(value) for name, value in vars(options).items()})
     with tempfile.TemporaryDirectory() as temporary:

@@ -45,7 +45,7 @@ async def chatter(port: int, stop: asyncio.Event) -> None:
 
 
 async def http_speed(port: int, num_tokens: int, *, is_busy: bool) -> float:
-    """Tokens a second of eight streams, from the first piece to the last."""
+    """Return the tokens per second of eight streams, from the first piece to the last."""
     stop = asyncio.Event()
     noise = [asyncio.create_task(chatter(port, stop))] if is_busy else []
     client = Client(f"http://127.0.0.1:{port}/v1")
@@ -58,7 +58,7 @@ async def http_speed(port: int, num_tokens: int, *, is_busy: bool) -> float:
 
 
 def engine_speed(made: TorchBackend, directory: Path, num_tokens: int) -> float:
-    """Tokens a second of eight jobs without HTTP."""
+    """Return the tokens per second of eight jobs without HTTP."""
     engine = make_engine(made, HFTokenizer(directory), EngineLimits(max_idle=0))
     for i in range(NUM_STREAMS):
         engine.submit(make_job(str(i), [*prompt_tokens(directory, 40), 1000 + i], num_tokens))
@@ -72,7 +72,7 @@ def engine_speed(made: TorchBackend, directory: Path, num_tokens: int) -> float:
 
 
 def measure_http(report: Report, made: TorchBackend, directory: Path) -> None:
-    """Eight streams with HTTP and without."""
+    """Measure eight streams with HTTP and without."""
     num_tokens, rounds = report.choose((16, 1), (48, 3))
     is_busy = report.options.busy
     # Without guesses: with them several tokens come at once, and pieces are no tokens.
@@ -91,7 +91,7 @@ def measure_http(report: Report, made: TorchBackend, directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds the prompt took, and between the stream's tokens before it came and meanwhile."""
+    """Seconds of the prompt, and between the stream's tokens before and during it."""
 
     took: float
     gaps_before: list[float]
@@ -101,7 +101,7 @@ class Round:
 def prompt_round(
     made: TorchBackend, directory: Path, num_prompt: int, *, has_stream: bool
 ) -> Round:
-    """Compute the prompt, beside a stream or alone."""
+    """Compute the prompt beside a stream or alone."""
     arrivals: list[float] = []
     finished: dict[str, float] = {}
 
@@ -132,7 +132,7 @@ def prompt_round(
 
 
 def measure_prompt(report: Report, made: TorchBackend, directory: Path) -> None:
-    """A prompt beside a stream and alone, in turns."""
+    """Measure a prompt beside a stream and alone, interleaved."""
     num_prompt, rounds = report.choose((1024, 1), (7000, 2))
     found: dict[bool, list[Round]] = {False: [], True: []}
     prompt_round(made, directory, 512, has_stream=False)
@@ -157,7 +157,7 @@ def measure_prompt(report: Report, made: TorchBackend, directory: Path) -> None:
 
 
 async def first_tokens(client: Client, text: str) -> dict[str, list[float]]:
-    """Seconds to the first tokens of an agent's turns, alone and while `text` is computed."""
+    """Return seconds to first tokens of an agent's turns, alone and while `text` is computed."""
     found: dict[str, list[float]] = {"alone": [], "beside a prompt": []}
     messages = said(TEXT)
     reply = await client.ask(messages, 8)
@@ -180,7 +180,7 @@ async def first_tokens(client: Client, text: str) -> dict[str, list[float]]:
 
 
 def measure_turns(report: Report) -> None:
-    """Turns of an agent beside a long prompt of another."""
+    """Measure an agent's turns beside another agent's long prompt."""
     with serving() as port:
         client = Client(f"http://127.0.0.1:{port}/v1")
         found = asyncio.run(first_tokens(client, TEXT * report.choose(10, 70)))
@@ -189,7 +189,7 @@ def measure_turns(report: Report) -> None:
 
 
 def measure(report: Report) -> None:
-    """All of it."""
+    """Measure streams, prompts and turns."""
     directory = starter_directory()
     with backend(directory) as made:
         measure_http(report, made, directory)
@@ -198,7 +198,7 @@ def measure(report: Report) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own."""
+    """Add this benchmark's options."""
     parser.add_argument("--busy", action="store_true", help="with other requests meanwhile")
 
 

@@ -33,7 +33,7 @@ _WORDS = 400
 
 
 class Target:
-    """Rendering and the engine with its cache, as a server has them."""
+    """Rendering and the engine with its cache, as in a server."""
 
     def __init__(self) -> None:
         tokenizer = FakeTokenizer()
@@ -48,7 +48,7 @@ class Target:
         self.agents = AgentLedger(ledger, ledger.load(), write_at_once(ledger))
 
     def ask(self, who: Principal, number: int) -> float:
-        """Ask to the end; returns how many milliseconds that took."""
+        """Run a request to its end; returns the milliseconds it took."""
         request = ChatRequest("fake", (Message.of(Role.USER, f"{number:05} " * _WORDS),))
         root = self.model.root(who)
         started = time.perf_counter()
@@ -74,13 +74,13 @@ class Target:
 
 
 def area_under_curve(cold: Sequence[float], other: Sequence[float]) -> float:
-    """How often one of `other` is faster than one of `cold`."""
+    """Return how often a value of `other` is smaller than one of `cold`."""
     wins = sum((a < b) + (a == b) / 2 for a in other for b in cold)
     return wins / (len(cold) * len(other))
 
 
 def measure(report: Report) -> None:
-    """Attack."""
+    """Run the attack."""
     rounds = report.options.rounds or report.choose(10, 30)
     target = Target()
     victim, prober = (target.agents.principal(name) for name in ("victim", "prober"))
@@ -99,7 +99,7 @@ def measure(report: Report) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own."""
+    """Add this benchmark's options."""
     parser.add_argument("--rounds", type=int)
 
 

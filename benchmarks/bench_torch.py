@@ -32,7 +32,7 @@ NUM_PROMPT, NUM_NEW, PREFILL = 128, 24, 2048
 
 
 def generate(model: Any, prompt: list[int], num_new: int) -> float:
-    """Seconds of the library's own loop."""
+    """Return the seconds of the library's own loop."""
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         return seconds(
@@ -48,12 +48,12 @@ def generate(model: Any, prompt: list[int], num_new: int) -> float:
 
 
 def generate_speed(model: Any, prompt: list[int]) -> float:
-    """Tokens a second of the library, prefill not counted."""
+    """Return the library's tokens per second, without prefill."""
     return (NUM_NEW - 1) / (generate(model, prompt, NUM_NEW) - generate(model, prompt, 1))
 
 
 def prefill_speed(made: TorchBackend, prompt: list[int], chunk_size: int) -> float:
-    """Tokens a second of the backend, in chunks."""
+    """Return the backend's tokens per second, in chunks."""
     seq = SequenceId(0)
     made.open(seq, prompt)
 
@@ -70,7 +70,7 @@ def prefill_speed(made: TorchBackend, prompt: list[int], chunk_size: int) -> flo
 
 
 def decode_speed(made: TorchBackend, prompt: list[int], num_sequences: int) -> float:
-    """Tokens a second of all sequences together."""
+    """Return the tokens per second of all sequences together."""
     draw = Draw(GREEDY, len(prompt))
     for seq in range(num_sequences):
         made.open(SequenceId(seq), prompt)
@@ -92,7 +92,7 @@ def decode_speed(made: TorchBackend, prompt: list[int], num_sequences: int) -> f
 
 
 def speeds(directory: Path, num_prefill: int, rounds: int) -> tuple[Rounds, Rounds]:
-    """Tokens a second of prefill and of decoding, ours and the library's in turns."""
+    """Return the tokens per second of prefill and decoding, backend and library interleaved."""
     library = library_model(directory)
     short, long = prompt_tokens(directory, NUM_PROMPT), prompt_tokens(directory, num_prefill)
     decoding: dict[str, Callable[[], float]] = {"generate": partial(generate_speed, library, short)}
@@ -114,7 +114,7 @@ def speeds(directory: Path, num_prefill: int, rounds: int) -> tuple[Rounds, Roun
 
 
 def probabilities(model: Any, tokens: list[int], chunk: int) -> torch.Tensor:
-    """Log-probabilities after every token; small chunks take the path of decoding."""
+    """Return log-probabilities after every token; small chunks use the decode path."""
     cache, rows = None, []
     with torch.inference_mode():
         for start in range(0, len(tokens), chunk):
@@ -126,7 +126,7 @@ def probabilities(model: Any, tokens: list[int], chunk: int) -> torch.Tensor:
 
 
 def divergence(found: torch.Tensor, full: torch.Tensor) -> list[float]:
-    """Of each row from the one of full weights, in nats."""
+    """Return the divergence of each row from that of full weights, in nats."""
     kls: list[float] = (
         functional.kl_div(found, full, reduction="none", log_target=True).sum(dim=-1).tolist()
     )
@@ -134,7 +134,7 @@ def divergence(found: torch.Tensor, full: torch.Tensor) -> list[float]:
 
 
 def measure_quantised(report: Report, directory: Path, num_tokens: int) -> None:
-    """Exactness of quantised weights."""
+    """Measure the exactness of quantised weights."""
     tokens = prompt_tokens(directory, num_tokens)
     full = probabilities(library_model(directory), tokens, 4)
     for weights in ("int8", "int4"):
@@ -146,7 +146,7 @@ def measure_quantised(report: Report, directory: Path, num_tokens: int) -> None:
 
 
 def measure(report: Report) -> None:
-    """All of it."""
+    """Measure speeds, then quantised weights."""
     directory = starter_directory()
     num_prefill, rounds, num_tokens = report.choose((256, 1, 64), (PREFILL, 3, 256))
     report.settings.update(

@@ -58,7 +58,7 @@ MANY_TOKENS = 8192
 
 
 def starter_tokenizer_directory() -> Path:
-    """Where the starter model's tokenizer is; found without torch."""
+    """Return the directory of the starter model's tokenizer, without torch."""
     models = load_settings().home_dir / "models"
     return LocalModelSource(models, STARTER_MODEL).resolve(STARTER_MODEL, print)
 
@@ -70,20 +70,20 @@ def _tokenizer() -> HFTokenizer:
 
 @cache
 def _pages() -> tuple[int, ...]:
-    """English that does not repeat itself: this project's own pages."""
+    """Return English text without repetitions: this project's documentation."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return tuple(_tokenizer().encode("\n".join(page.read_text("utf-8") for page in pages)))
 
 
 def text_of(num_tokens: int, start: int) -> str:
-    """So many tokens of the pages, from a place on."""
+    """Return this many tokens of the documentation, from a position on."""
     pages = _pages()
     tokens = [pages[(start + index) % len(pages)] for index in range(num_tokens)]
     return b"".join(map(_tokenizer().token_bytes, tokens)).decode("utf-8", "replace")
 
 
 def conversations(num_agents: int, num_tokens: int) -> list[Messages]:
-    """What agents say first: a quarter is everybody's, the rest their own."""
+    """Return the agents' first messages: a quarter is shared, the rest is their own."""
     shared = num_tokens // 4
     own = num_tokens - shared - 60
     system = f"You are one of several agents of a team. What all know: {text_of(shared, 0)}"
@@ -100,7 +100,7 @@ def conversations(num_agents: int, num_tokens: int) -> list[Messages]:
 
 @dataclass
 class Talk:
-    """The same agents, at one server.
+    """The same agents on one server.
 
     Attributes:
         firsts: Seconds to the first token, by phase.
@@ -122,12 +122,12 @@ class Talk:
 
     @property
     def num_tokens(self) -> int:
-        """Of all replies."""
+        """Number of tokens of all replies."""
         return sum(reply.num_tokens for reply in self.replies)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[str]:
-        """The server, started and asked once; its memory is looked at before it stops."""
+        """Start the server and send one request; reads its memory use before it stops."""
         before = children()
         with self.system.start(self.home) as url:
             asyncio.run(self._client(url).ask(said("Good morning."), 2))
@@ -135,7 +135,7 @@ class Talk:
             self.peak = max(self.peak, peak_mb(children() - before))
 
     def phase(self, url: str, name: str, num_turns: int) -> None:
-        """So many turns of every agent; the agents do not wait for each other."""
+        """Run this many turns of every agent; agents do not wait for each other."""
         started = time.perf_counter()
         replies = asyncio.run(self._everyone(url, num_turns))
         self.walls[name] = time.perf_counter() - started
@@ -168,7 +168,7 @@ class Talk:
 
 
 def run_workflow(talks: Sequence[Talk], num_later: int, tell: Callable[[str], None]) -> None:
-    """All phases, each against every server before the next."""
+    """Run all phases, each against every server before the next."""
     whole = [talk for talk in talks if not talk.is_brief]
     with contextlib.ExitStack() as stack:
         urls = [stack.enter_context(talk.running()) for talk in whole]
@@ -191,7 +191,7 @@ def run_workflow(talks: Sequence[Talk], num_later: int, tell: Callable[[str], No
 
 
 def make_systems(options: argparse.Namespace, num_agents: int, num_tokens: int) -> list[System]:
-    """The servers that were asked for; one that cannot run here is left out by `usable`."""
+    """Create the selected servers; `usable` omits those that cannot run here."""
     makers: dict[str, Callable[[], System]] = {
         "on": lambda: ours(num_agents, has_memory=True),
         "off": lambda: ours(num_agents, has_memory=False),
@@ -204,7 +204,7 @@ def make_systems(options: argparse.Namespace, num_agents: int, num_tokens: int) 
 
 
 def tell_talk(report: Report, talk: Talk, title: str) -> None:
-    """Keep one server's figures."""
+    """Add one server's figures to the report."""
     name = f"{title}, {talk.system.name}"
     for phase in talk.firsts:
         report.add(f"{name}: TTFT, {phase}", talk.firsts[phase], "s")
@@ -216,7 +216,7 @@ def tell_talk(report: Report, talk: Talk, title: str) -> None:
 
 
 def tell_ratios(report: Report, title: str, count: int, num_tokens: int, base: str) -> None:
-    """What memory brings; with five agents there are bounds."""
+    """Add the effect of memory to the report; with five agents it has bounds."""
     figures = {
         (system, phase): found.median
         for system in ("memory on", base)
@@ -240,7 +240,7 @@ def tell_ratios(report: Report, title: str, count: int, num_tokens: int, base: s
 
 
 def measure(report: Report) -> None:
-    """Every number of agents and every length."""
+    """Measure every number of agents and every length."""
     options = report.options
     counts = options.agents or report.choose([2], [NUM_AGENTS])
     lengths = options.tokens or report.choose([256], [1024])
@@ -272,7 +272,7 @@ def measure(report: Report) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own."""
+    """Add this benchmark's options."""
     parser.add_argument("--agents", type=int, nargs="+", help="how many talk at once")
     parser.add_argument("--tokens", type=int, nargs="+", help="of the first prompts")
     parser.add_argument("--turns", type=int, help="later ones, of each agent")

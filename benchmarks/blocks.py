@@ -75,7 +75,7 @@ CONFIGS: dict[str, dict[str, object]] = {
 
 
 def spec_of(model: str, *, scale: int = 1) -> ModelCacheSpec:
-    """A known model's geometry; `scale` divides its heads' size, and with it all bytes."""
+    """Return a known model's geometry; `scale` divides the head size, and so all bytes."""
     spec = ModelCacheSpec.from_config({**_SHARED, **CONFIGS[model]})
     layers = tuple(
         replace(layer, key_dim=layer.key_dim // scale, value_dim=layer.value_dim // scale)
@@ -86,14 +86,14 @@ def spec_of(model: str, *, scale: int = 1) -> ModelCacheSpec:
 
 @cache
 def _numbers(shape: tuple[int, ...], seed: int) -> memoryview:
-    """Normally distributed numbers, cut to bfloat16."""
+    """Return normally distributed numbers, truncated to bfloat16."""
     numbers = np.random.default_rng(seed).standard_normal(shape, np.float32)
     bits = (numbers.view(np.uint32) >> 16).astype(np.uint16)
     return bits.reshape(-1).view(np.uint8).data
 
 
 def make_payload(geometry: Geometry, index: int) -> KVPayload:
-    """The block at so many blocks from the start; few have numbers of their own."""
+    """Create the payload of the block with this index; few have numbers of their own."""
     shape, seeds = geometry.shape(), (index % 2, index % 2 + 2)
     buffers = tuple(
         HostBuffer(name, shape, "bfloat16", _numbers(shape, seed))
@@ -104,7 +104,7 @@ def make_payload(geometry: Geometry, index: int) -> KVPayload:
 
 
 def make_part(index: int, salt: int = 0) -> BlockPart:
-    """A block of its own for each index and salt; positions are those of the payload."""
+    """Create a distinct block for each index and salt; positions are those of the payload."""
     root = BlockNamespace("bench", "raw").root()
     tokens = [salt, *range(index, index + BLOCK_TOKENS - 1)]
     name, start = block_name(root, tokens), index * BLOCK_TOKENS
@@ -112,5 +112,5 @@ def make_part(index: int, salt: int = 0) -> BlockPart:
 
 
 def gigabytes(num_bytes: int, call: Callable[[], object]) -> float:
-    """GB a second."""
+    """Return GB per second."""
     return num_bytes / seconds(call) / 1e9

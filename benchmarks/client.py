@@ -17,7 +17,7 @@ _TLS = ssl.create_default_context()
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of a request; times in seconds since it was sent.
+    """The result of a request; times in seconds since it was sent.
 
     Attributes:
         arrivals: By the clock, of every piece of text.
@@ -39,13 +39,13 @@ class Reply:
 
     @property
     def ms_per_token(self) -> float:
-        """Between the first token and the last."""
+        """Milliseconds per token between the first token and the last."""
         return 1000 * (self.last - self.first) / max(self.num_tokens - 1, 1)
 
 
 @dataclass(frozen=True)
 class Client:
-    """Asks a server.
+    """Sends requests to a server.
 
     Attributes:
         url: Up to and with `/v1`.
@@ -118,12 +118,12 @@ def _text(event: dict[str, Any]) -> str:
 
 
 def said(text: str, system: str = "") -> Messages:
-    """A conversation that begins."""
+    """Start a conversation."""
     head = [{"role": "system", "content": system}] if system else []
     return [*head, {"role": "user", "content": text}]
 
 
 def continued(messages: Messages, reply: Reply, text: str) -> Messages:
-    """A conversation that goes on."""
+    """Continue a conversation."""
     answer = {"role": "assistant", "content": reply.text}
     return [*messages, answer, {"role": "user", "content": text}]

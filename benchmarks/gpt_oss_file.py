@@ -26,7 +26,7 @@ _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT_OSS, 4)
 def write_gpt_oss(
     path: Path, sizes: dict[str, Any], experts: Kind, linears: Kind, rope_factor: float = 32.0
 ) -> Any:
-    """Write a random model; returns the library's, with the numbers that the file has of it."""
+    """Write a random model; returns the library's model with the numbers that the file has."""
     torch.manual_seed(5)
     config = GptOssConfig(**sizes, vocab_size=len(TOKENS), max_position_embeddings=4096)
     config.rope_parameters["factor"] = rope_factor
@@ -78,7 +78,7 @@ def _tensors(model: Any) -> dict[str, Floats]:
 
 
 def _take(name: str, parameter: torch.Tensor, written: dict[str, torch.Tensor]) -> None:
-    """Give a parameter what the file has of it."""
+    """Set a parameter from the file's tensors."""
     if "experts" not in name:
         parameter.copy_(written[_gguf_name(name)])
         return

@@ -40,13 +40,13 @@ _START_S = 120
 
 
 def peer_path() -> Path:
-    """Where the binary is kept; it may not have been built."""
+    """Return the path of the binary, which may not be built yet."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "semantic" / "peer" / f"llama-server-{VERSION}-{_cpu()}"
 
 
 def _cpu() -> str:
-    """Names what the compiler looks at: the architecture, and what this CPU can do."""
+    """Return what the compiler depends on: the architecture and the CPU's features."""
     about = platform.processor()
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text("utf-8")
@@ -55,7 +55,7 @@ def _cpu() -> str:
 
 
 def build() -> Path:
-    """Build the peer unless it is there; returns where it is."""
+    """Build the peer unless it exists; returns its path."""
     path = peer_path()
     if path.exists():
         return path
@@ -77,7 +77,7 @@ def build() -> Path:
 
 
 def _make_tools(directory: Path) -> Path:
-    """An environment with the tools of the build; returns where they are."""
+    """Create an environment with the build tools; returns their path."""
     venv.create(directory, with_pip=True)
     _run(directory / "bin" / "python", "-m", "pip", "install", "--quiet", *_TOOLS)
     return directory / "bin"
@@ -108,7 +108,7 @@ def _run(*command: str | Path) -> None:
 def peer_serving(
     model: Path, *, streams: int = 8, context: int = 8192, more: tuple[str, ...] = ()
 ) -> Iterator[int]:
-    """The peer as a process on a free port, ready; yields its port.
+    """Run the peer on a free port; yields the port when it is ready.
 
     Args:
         model: A GGUF file.

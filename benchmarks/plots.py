@@ -19,7 +19,7 @@ Groups = dict[str, dict[str, float]]  # a bar's height, by series and group
 
 
 def group(figures: Mapping[str, Any], pattern: str) -> Groups:
-    """Medians of the figures whose name matches, by its groups `series` and `group`.
+    """Return the medians of figures whose name matches, by its groups `series` and `group`.
 
     >>> group({"a: x": {"median": 1}, "b: x": {"median": 2}}, r"(?P<group>.): (?P<series>.)")
     {'x': {'a': 1, 'b': 2}}
@@ -85,7 +85,7 @@ PLOTS: tuple[tuple[str, str, str, str, str, bool], ...] = (
 
 
 def draw(groups: Groups, path: Path, title: str, axis: str, *, is_log: bool) -> None:
-    """Grouped bars, with their heights above them."""
+    """Draw grouped bars, labelled with their heights."""
     import matplotlib as mpl  # noqa: PLC0415 - an extra
 
     mpl.use("Agg")
@@ -116,7 +116,7 @@ def draw(groups: Groups, path: Path, title: str, axis: str, *, is_log: bool) -> 
 def draw_all(
     result: Mapping[str, Any], images: Path = IMAGES, drawing: Callable[..., None] = draw
 ) -> list[Path]:
-    """Draw what a result has figures for; returns the files."""
+    """Draw all plots for which a result has figures; returns the files."""
     written = []
     for name, benchmark, pattern, title, axis, is_log in PLOTS:
         figures = result["benchmarks"].get(benchmark, {}).get("figures", {})

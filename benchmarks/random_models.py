@@ -79,7 +79,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_model(shape: str, directory: Path, tokenizer: Path, *, is_sure: bool = False) -> Path:
-    """Write a model of a shape, unless it is there; returns its directory.
+    """Write a model of a shape unless it exists; returns its directory.
 
     Args:
         shape: Of `SHAPES`.
@@ -149,7 +149,7 @@ def _write_weights(model: Path, config: dict[str, Any], *, is_sure: bool) -> Non
 
 
 class _Numbers:
-    """What tensors are made of."""
+    """The numbers that tensors consist of."""
 
     def __init__(self, hidden: int, *, is_wide: bool, is_sure: bool) -> None:
         pattern = np.random.default_rng(0).standard_normal(_PATTERN, np.float32) * _SCALE
@@ -161,7 +161,7 @@ class _Numbers:
         self._faint, self._calm = (_bits(array, is_wide=is_wide) for array in (faint, calm))
 
     def of(self, name: str, shape: tuple[int, ...], place: int) -> tuple[Any, int]:
-        """The numbers of a tensor, and where it begins among them."""
+        """Return a tensor's numbers, and where it begins among them."""
         if len(shape) == 1:
             return (self._calm if name == "model.norm.weight" else self._ones), 0
         if self._is_sure and name == "model.embed_tokens.weight":
@@ -192,5 +192,5 @@ def _write_shard(path: Path, tensors: list[tuple[str, tuple[int, ...]]], made: _
 
 
 def _bits(numbers: Any, *, is_wide: bool) -> Any:
-    """Numbers as they are written: float32, or the upper half of its bits."""
+    """Return numbers as written: float32, or the upper half of its bits."""
     return numbers if is_wide else (numbers.view(np.uint32) >> 16).astype(np.uint16)

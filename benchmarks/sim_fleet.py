@@ -27,7 +27,7 @@ TIERS = ("memory", "disk", "store", "computed")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What was measured of one server (docs/benchmark-notes.md); seconds a token but for `turn_s`.
+    """Measurements of one server (docs/benchmark-notes.md), in seconds per token except `turn_s`.
 
     Attributes:
         turn_s: A turn whose state is all there.
@@ -63,7 +63,7 @@ DEVICES = {
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What is varied.
+    """The parameters that vary.
 
     Attributes:
         affinity: The share of turns that the proxy sends to the agent's own server.
@@ -81,26 +81,26 @@ class Fleet:
 
     @property
     def routing(self) -> str:
-        """In words."""
+        """The routing, as text."""
         share = f"{self.affinity:.0%}"
         return f"{share}, unless busy" if self.is_bounded else share
 
 
 class Tier:
-    """Prefixes that a server has, by whose they are; the least recently used go."""
+    """Prefixes that a server has, by owner; evicts the least recently used."""
 
     def __init__(self, max_tokens: float) -> None:
         self._room = max_tokens
         self._prefixes: OrderedDict[int, int] = OrderedDict()
 
     def find(self, key: int) -> int:
-        """How many tokens are there."""
+        """Return how many tokens of the prefix are present."""
         if key in self._prefixes:
             self._prefixes.move_to_end(key)
         return self._prefixes.get(key, 0)
 
     def keep(self, key: int, num_tokens: int) -> None:
-        """Have so many."""
+        """Store this many tokens of the prefix."""
         self._room += self._prefixes.pop(key, 0) - num_tokens
         self._prefixes[key] = num_tokens
         while self._room < 0:
@@ -109,7 +109,7 @@ class Tier:
 
 @dataclass
 class Outcome:
-    """What came of a simulation; seconds are those to the first token."""
+    """The result of a simulation; seconds are those to the first token."""
 
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
     num_turns: int = 0
@@ -119,7 +119,7 @@ class Outcome:
     span_s: float = 0.0
 
     def figures(self, fleet: Fleet) -> dict[str, tuple[float, str]]:
-        """Everything, by name, with its unit."""
+        """Return all figures by name, with units."""
         total = sum(self.tokens.values())
         shares = {name: (100 * self.tokens[name] / total, "%") for name in TIERS}
         rate = 8e-9 * (self.down_bytes + self.up_bytes) / self.span_s
@@ -135,7 +135,7 @@ class Outcome:
 
 
 class Simulation:
-    """One fleet with its agents; a server is its place in the lists."""
+    """One fleet with its agents; a server is an index into the lists."""
 
     def __init__(self, fleet: Fleet, device: Device, seed: int) -> None:
         self._fleet, self._device = fleet, device
@@ -157,7 +157,7 @@ class Simulation:
         self.outcome = Outcome()
 
     def run(self, turns: int) -> Outcome:
-        """Let each agent have so many turns; the first quarter of the time does not count."""
+        """Run this many turns of each agent; the first quarter of the time does not count."""
         device = self._device
         agents = range(len(self._own))
         end = turns * device.think_s
@@ -182,7 +182,7 @@ class Simulation:
         return one if free_at[one] <= free_at[two] else two
 
     def _turn(self, agent: int, now: float, *, is_counted: bool) -> float:
-        """Have a turn; returns when its first token is there."""
+        """Run a turn; returns the time of its first token."""
         server = self._choose(agent, now)
         head, before = -1 - agent % NUM_HEADS, self._stored.get(agent, 0)
         length = before + MORE if before else FIRST
@@ -199,7 +199,7 @@ class Simulation:
         return reply_at
 
     def _find(self, server: int, key: int, length: int, stored: int, found: dict[str, int]) -> None:
-        """Find what there is of one prefix, tier by tier, and have it all afterwards."""
+        """Look up one prefix tier by tier; afterwards the server has all of it."""
         tiers = {"memory": self._memory[server], "disk": self._disk[server]}
         reached = 0
         for name in TIERS:
@@ -223,7 +223,7 @@ class Simulation:
 
 
 def fleets(*, is_quick: bool) -> list[tuple[str, str, Fleet]]:
-    """What is simulated: a title, the device, the fleet. One thing is varied at a time."""
+    """Return the simulated cases: title, device, fleet. Each varies one parameter."""
     usual = Fleet()
     sizes = (1, 3, 10, 100) if is_quick else (1, 3, 10, 100, 300, 1000)
     rows = [(f"{n} servers", "h200", replace(usual, replicas=n)) for n in sizes]
@@ -250,7 +250,7 @@ def fleets(*, is_quick: bool) -> list[tuple[str, str, Fleet]]:
 
 
 def measure(report: Report) -> None:
-    """Simulate all of them."""
+    """Simulate all fleets."""
     turns = report.choose(8, 16)
     report.settings.update(turns=turns, head=HEAD, first=FIRST, more=MORE, seed=1)
     report.settings["devices"] = {name: device.title for name, device in DEVICES.items()}

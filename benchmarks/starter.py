@@ -39,37 +39,37 @@ TEXT = (
 
 
 def starter_directory() -> Path:
-    """The starter model's directory, imported if need be."""
+    """Return the starter model's directory, importing it if needed."""
     source = LocalModelSource(load_settings().home_dir / "models", STARTER_MODEL)
     return source.resolve(STARTER_MODEL, print)
 
 
 def prompt_tokens(directory: Path, num_tokens: int) -> list[int]:
-    """So many tokens of English."""
+    """Return this many tokens of English text."""
     tokens = HFTokenizer(directory).encode(TEXT * (num_tokens // 80 + 1))
     return tokens[:num_tokens]
 
 
 def random_tokens(num_tokens: int, seed: int) -> list[int]:
-    """Ids that no other conversation begins with."""
+    """Return token ids with which no other conversation begins."""
     ids: list[int] = np.random.default_rng(seed).integers(1000, 48000, num_tokens).tolist()
     return ids
 
 
 @functools.cache
 def served_dtype() -> torch.dtype:
-    """The number format a server chooses on this CPU."""
+    """Return the dtype that a server chooses on this CPU."""
     return choose_dtype("auto", torch.device("cpu"))[0]
 
 
 def library_model(directory: Path) -> Any:
-    """The model as `transformers` runs it, in the dtype the backend uses."""
+    """Load the model with `transformers`, in the backend's dtype."""
     return load_grouped(directory, served_dtype(), "sdpa", is_kept=False).eval()
 
 
 @contextlib.contextmanager
 def backend(directory: Path, weights: WeightsOption = "auto") -> Iterator[TorchBackend]:
-    """The backend, as the server loads it."""
+    """Load the backend as the server does."""
     spec = ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
     native = NativeBuild(load_settings().home_dir / "native")
     made = TorchBackend(directory, spec, TorchOptions(weights=weights, native=native))
@@ -78,7 +78,7 @@ def backend(directory: Path, weights: WeightsOption = "auto") -> Iterator[TorchB
 
 
 def write_plain_model(target: Path) -> None:
-    """Write the starter model with its weights in full, as other libraries can read it."""
+    """Write the starter model with full weights, which other libraries can read."""
     directory = starter_directory()
     library_model(directory).save_pretrained(target)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):

@@ -33,7 +33,7 @@ _MLX = (
 
 @dataclass(frozen=True)
 class System:
-    """A server that can be started again and again.
+    """A server that can be started repeatedly.
 
     Attributes:
         start: Starts it, given a directory it may keep things in; yields its address up to `/v1`.
@@ -54,7 +54,7 @@ class System:
 
 
 def ours(num_agents: int, *, has_memory: bool) -> System:
-    """This server; without memory it keeps nothing between requests.
+    """Create this server; without memory it keeps nothing between requests.
 
     No setting forbids reuse altogether. So without memory nothing is kept on disk or open, and what
     is left in the pool is of no use, since every prompt begins otherwise.
@@ -76,7 +76,7 @@ def ours(num_agents: int, *, has_memory: bool) -> System:
 
 
 def llama_cpp(num_agents: int, num_tokens: int) -> System:
-    """llama.cpp's server on the same file, a slot for each agent (`make peer` builds it)."""
+    """Create llama.cpp's server on the same file, with a slot per agent (`make peer` builds it)."""
     from benchmarks import peer  # noqa: PLC0415 - it may not be built
     from semantic.adapters.outbound.models.gguf import starter_gguf  # noqa: PLC0415 - imports torch
 
@@ -91,7 +91,7 @@ def llama_cpp(num_agents: int, num_tokens: int) -> System:
 
 
 def transformers_serve() -> System:
-    """`transformers serve`, in the dtype our server takes on this CPU."""
+    """Create `transformers serve`, in the dtype that this project's server chooses on this CPU."""
     program = Path(sys.executable).with_name("transformers")
 
     def command(port: int) -> list[str]:
@@ -107,7 +107,7 @@ def transformers_serve() -> System:
 
 
 def mlx_server() -> System:
-    """`mlx_lm.server`, on the device MLX finds here."""
+    """Create `mlx_lm.server`, on MLX's default device."""
 
     def command(port: int) -> list[str]:
         where = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "ERROR"]
@@ -117,7 +117,7 @@ def mlx_server() -> System:
 
 
 def other(url: str, model: str) -> System:
-    """Any server that speaks OpenAI's protocol and runs already; it is not restarted."""
+    """Create a running server with OpenAI's protocol, which is not restarted."""
 
     @contextlib.contextmanager
     def start(home: Path) -> Iterator[str]:
@@ -128,7 +128,7 @@ def other(url: str, model: str) -> System:
 
 
 def plain_model() -> Path:
-    """The starter model's directory with its weights in full, written when first asked for."""
+    """Return the starter model's directory with full weights, written at first use."""
     if not (_PLAIN / "model.safetensors").exists():
         from benchmarks.starter import write_plain_model  # noqa: PLC0415 - imports torch
 
@@ -137,7 +137,7 @@ def plain_model() -> Path:
 
 
 def _packages(*names: str) -> Path:
-    """A folder with packages that other servers need and we do not, installed when asked for."""
+    """Return a folder with packages that only other servers need, installed at first use."""
     target = ROOT / "build" / "bench" / "-".join(names)
     if not target.exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
@@ -148,7 +148,7 @@ def _packages(*names: str) -> Path:
 def _process(
     command: Callable[[int], list[str]], more: Mapping[str, str] | None = None
 ) -> Callable[[Path], AbstractContextManager[str]]:
-    """Start a process that is told its port, and wait until it answers."""
+    """Start a process with a port and wait until it answers."""
 
     @contextlib.contextmanager
     def start(home: Path) -> Iterator[str]:
@@ -188,12 +188,12 @@ def _await(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
 
 
 def children() -> set[int]:
-    """Processes that this one has started."""
+    """Return the child processes of this process."""
     return {pid for pid, (parent, _) in _processes().items() if parent == os.getpid()}
 
 
 def peak_mb(pids: set[int]) -> float:
-    """The most memory that processes and their own have taken; now, where that is unknown."""
+    """Return the peak memory of processes and their children; the current one if unknown."""
     known = _processes()
     tree, size = set(pids), 0
     while len(tree) > size:
@@ -211,7 +211,7 @@ def _peak_kb(pid: int) -> int:
 
 
 def _processes() -> dict[int, tuple[int, int]]:
-    """Parents and kilobytes of all processes."""
+    """Return the parents and kilobytes of all processes."""
     output = subprocess.run(  # noqa: S603 - a constant command
         [shutil.which("ps") or "/bin/ps", "-A", "-o", "pid=,ppid=,rss="],
         capture_output=True,

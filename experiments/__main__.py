@@ -40,14 +40,14 @@ PAGE = ROOT / "docs" / "experiments.md"
 
 
 def find(name: str) -> Experiment:
-    """The experiment of that name."""
+    """Return the experiment with this name."""
     module = importlib.import_module(f"experiments.{MODULES[name]}")
     found: Experiment = next(each for each in module.EXPERIMENTS if each.id == name)
     return found
 
 
 def run_apart(name: str, *, is_quick: bool) -> Answer:
-    """Run an experiment in a process of its own, which prints its lines."""
+    """Run an experiment in a separate process, which prints its lines."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "answer.json"
         command = [sys.executable, "-m", "experiments", name, "--json", str(path)]
@@ -59,7 +59,7 @@ def run_apart(name: str, *, is_quick: bool) -> Answer:
 
 
 def page(answers: Sequence[Answer]) -> str:
-    """All answers as a document."""
+    """Format all answers as a document."""
     place = environment()
     versions = ", ".join(f"{name} {version}" for name, version in place["versions"].items())
     rows = [
@@ -82,7 +82,7 @@ the end. Python {place["python"]}, {versions}. Commit {place["commit"]}, {place[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what was asked for."""
+    """Run the selected experiments."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

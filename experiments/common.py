@@ -22,7 +22,7 @@ class Line:
 
 @dataclass
 class Findings:
-    """The answer to one experiment, as it grows; lines are printed at once.
+    """The lines of one experiment's answer; each is printed at once.
 
     Attributes:
         is_quick: Whether a small version of the work will do.
@@ -46,11 +46,11 @@ class Findings:
         self.check(name, text, is_passed=figure >= limit)
 
     def note(self, name: str, figure: str) -> None:
-        """Add a figure that nothing depends on."""
+        """Add a figure without a limit."""
         self._add(Line("NOTE", name, figure))
 
     def skip(self, name: str, reason: str) -> None:
-        """Add a part that cannot be run here."""
+        """Add a part that cannot run here."""
         self._add(Line("SKIP", name, reason))
 
     def _add(self, line: Line) -> None:
@@ -60,7 +60,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A question that is answered by running something.
+    """A question that a script answers.
 
     Attributes:
         id: As the plan names it.
@@ -79,7 +79,7 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of an experiment, with what was asked."""
+    """The result of an experiment, with its question."""
 
     id: str
     question: str = ""
@@ -119,7 +119,7 @@ class Answer:
 
 
 def answer(experiment: Experiment, *, is_quick: bool = False) -> Answer:
-    """Run an experiment; what goes wrong in it is a FAIL."""
+    """Run an experiment; an exception is a FAIL."""
     print(f"{experiment.id}: {experiment.question}", flush=True)
     found = Findings(is_quick)
     started = time.monotonic()

@@ -20,7 +20,7 @@ BLOCK_BYTES = 2**20
 
 
 def make_keys(first: int, count: int) -> list[PartKey]:
-    """Distinct full-size blocks that follow the same root."""
+    """Return distinct full-size blocks that follow the same root."""
     root = BlockNamespace("bench", "bf16").root()
     indices = range(first, first + count)
     return [(block_name(root, (index, *range(255))), LayerKind.FULL) for index in indices]
@@ -39,7 +39,7 @@ def make_full_pool(num_blocks: int) -> BlockPool:
 
 
 def allocation_ms(pool: BlockPool, keys: list[PartKey]) -> list[float]:
-    """Milliseconds to put, acquire and release each block; each evicts exactly one."""
+    """Return the milliseconds to put, acquire and release each block; each evicts one."""
     times = []
     for key in keys:
         started = time.perf_counter_ns()
@@ -52,7 +52,7 @@ def allocation_ms(pool: BlockPool, keys: list[PartKey]) -> list[float]:
 
 
 def percentile(values: list[float], percent: int) -> float:
-    """The value that so many percent of them do not exceed.
+    """Return the value that this percentage of the values does not exceed.
 
     >>> percentile([4, 1, 3, 2], 50)
     2
@@ -61,7 +61,7 @@ def percentile(values: list[float], percent: int) -> float:
 
 
 def allocation(found: Findings) -> None:
-    """Blocks in a full pool of 100,000."""
+    """Allocate blocks in a full pool of 100,000."""
     num_blocks, count = (1000, 200) if found.is_quick else (100_000, 20_000)
     pool = make_full_pool(num_blocks)
     times = allocation_ms(pool, make_keys(num_blocks, count))
@@ -75,7 +75,7 @@ def allocation(found: Findings) -> None:
 
 
 class Gather:
-    """A context of a model, in blocks, to be put together in working memory.
+    """A model's context in blocks, to be gathered into working memory.
 
     Blocks take turns in few arrays, so that memory for them is not needed twice.
     """
@@ -87,20 +87,20 @@ class Gather:
         self.num_bytes = self._working.nbytes
 
     def copy(self) -> None:
-        """Copy as many bytes, in one piece a block."""
+        """Copy the same number of bytes, one piece per block."""
         flat = self._working.reshape(self._num_blocks, -1)
         for index in range(self._num_blocks):
             flat[index] = self._blocks[index % 4].reshape(-1)
 
     def gather(self) -> None:
-        """Put every block's layers in their places, as backends do."""
+        """Copy every block's layers to their places, as backends do."""
         for index in range(self._num_blocks):
             place = slice(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)
             for layer in range(self._geometry.num_layers):
                 self._working[layer, :, place] = self._blocks[index % 4][layer]
 
     def concatenate(self) -> None:
-        """The plan's way: `mx.concatenate`, layer by layer."""
+        """Concatenate layer by layer with `mx.concatenate`, as planned."""
         import mlx.core as mx  # noqa: PLC0415 - after the BLAS it is to use
 
         for layer in range(self._geometry.num_layers):
@@ -109,7 +109,7 @@ class Gather:
 
 
 def gathering(found: Findings) -> None:
-    """8K tokens of Gemma 3 12B: 32 blocks of full layers, and 4 of window layers."""
+    """Gather 8K tokens of Gemma 3 12B: 32 blocks of full layers, 4 of window layers."""
     runtime.prepare(1)
     scale = 32 if found.is_quick else 1
     parts = [

@@ -47,7 +47,7 @@ PROMPTS = tuple(tuple(5 + (7 * i + n) % 900 for i in range(n)) for n in (150, 31
 
 @contextmanager
 def torch_backend() -> Iterator[ModelBackendPort]:
-    """A tiny Llama with random weights, in float32."""
+    """Create a tiny Llama with random weights, in float32."""
     with tempfile.TemporaryDirectory() as directory:
         path = make_model("tiny", Path(directory), starter_directory())
         spec = ModelCacheSpec.from_config(SHAPES["tiny"])
@@ -58,7 +58,7 @@ def torch_backend() -> Iterator[ModelBackendPort]:
 
 @contextmanager
 def mlx_backend(config: dict[str, object]) -> Iterator[ModelBackendPort]:
-    """A tiny model with random weights, by mlx-lm."""
+    """Create a tiny mlx-lm model with random weights."""
     runtime.prepare(1)
     from semantic.adapters.outbound.backends.mlx.backend import MlxBackend  # noqa: PLC0415 - after it
     from semantic.adapters.outbound.backends.mlx.loading import MlxModel, choose_device  # noqa: PLC0415 - after it
@@ -77,7 +77,7 @@ def mlx_backend(config: dict[str, object]) -> Iterator[ModelBackendPort]:
 
 
 def run_step(backend: ModelBackendPort, chunks: Sequence[Chunk]) -> list[int]:
-    """Compute rows; returns the tokens that were sampled."""
+    """Compute rows; returns the sampled tokens."""
     rows = backend.collect(backend.launch(Step(tuple(chunks)))).rows
     return [row.token for row in rows if isinstance(row, Sampled)]
 
@@ -85,7 +85,7 @@ def run_step(backend: ModelBackendPort, chunks: Sequence[Chunk]) -> list[int]:
 def begin(
     backend: ModelBackendPort, prompts: Sequence[Sequence[int]], first: int
 ) -> list[list[int]]:
-    """Open sequences and compute their prompts and some tokens, all in one batch."""
+    """Open sequences and compute their prompts and some tokens, in one batch."""
     for place, prompt in enumerate(prompts):
         backend.open(SequenceId(first + place), list(prompt))
     draws = [Draw(GREEDY, len(prompt)) for prompt in prompts]
@@ -102,7 +102,7 @@ def begin(
 def go_on(
     backend: ModelBackendPort, seq: SequenceId, tokens: Sequence[int], prompt: int
 ) -> list[int]:
-    """Decode on from a sequence that holds all tokens but the last."""
+    """Continue a sequence that holds all tokens but the last."""
     text, draw = list(tokens[-1:]), Draw(GREEDY, prompt)
     length = len(tokens) - 1
     for _ in range(NUM_NEW):
@@ -112,12 +112,12 @@ def go_on(
 
 
 def extract(backend: ModelBackendPort, seq: SequenceId, length: int) -> list[KVPayload]:
-    """What a sequence holds, of each kind of layers."""
+    """Return a sequence's payloads, one per kind of layers."""
     return [backend.payload(backend.snapshot(seq, 0, length, kind)) for kind in backend.spec.kinds]
 
 
 def through_files(payloads: Sequence[KVPayload], tokens: Sequence[int]) -> list[KVPayload]:
-    """Write payloads, and read them back."""
+    """Write payloads to files and read them back."""
     root = BlockNamespace("experiment", "raw").root()
     packed, name = pack_tokens(tokens), block_name(root, tokens)
     read = []
@@ -132,7 +132,7 @@ def through_files(payloads: Sequence[KVPayload], tokens: Sequence[int]) -> list[
 def resumed_as_alone(
     backend: ModelBackendPort, prompts: Sequence[Sequence[int]], *, has_files: bool
 ) -> list[bool]:
-    """For each prompt of a batch: does its restored state go on as a fresh sequence alone does?"""
+    """Return by prompt whether its restored sequence continues as a fresh one does alone."""
     texts = begin(backend, prompts, first=0)
     results = []
     for place, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
@@ -157,7 +157,7 @@ def resumed_as_alone(
 
 
 def injection(found: Findings) -> None:
-    """Into a fresh sequence, without a file."""
+    """Load payloads into a fresh sequence, without files."""
     for name, opened in (("torch", torch_backend()), ("mlx", mlx_backend(SHAPES["tiny"]))):
         with opened as backend:
             (is_same,) = resumed_as_alone(backend, PROMPTS[:1], has_files=False)
@@ -165,7 +165,7 @@ def injection(found: Findings) -> None:
 
 
 def extraction(found: Findings) -> None:
-    """Out of a batch of three, through files."""
+    """Extract payloads from a batch of three, through files."""
     for name, opened in (("torch", torch_backend()), ("mlx", mlx_backend(SHAPES["tiny"]))):
         with opened as backend:
             results = resumed_as_alone(backend, PROMPTS, has_files=True)
@@ -174,7 +174,7 @@ def extraction(found: Findings) -> None:
 
 
 def rotation(found: Findings) -> None:
-    """A window that has wrapped."""
+    """Restore a window that has wrapped."""
     with mlx_backend(WINDOWED) as backend:
         results = resumed_as_alone(backend, PROMPTS, has_files=True)
         kept = window_tokens(backend)
@@ -185,7 +185,7 @@ def rotation(found: Findings) -> None:
 
 
 def window_tokens(backend: ModelBackendPort) -> int:
-    """Tokens that the window layers' payload of the longest prompt covers."""
+    """Return the number of tokens in the window payload of the longest prompt."""
     begin(backend, PROMPTS[:1], first=300)
     seq, length = SequenceId(300), len(PROMPTS[0]) + NUM_NEW - 1
     payload = extract(backend, seq, length)[backend.spec.kinds.index(LayerKind.WINDOW)]

@@ -28,7 +28,7 @@ _JOBS = itertools.count()
 def bare_speed(
     device: ModelBackendPort, prompt: Sequence[int], num_rows: int, num_new: int
 ) -> float:
-    """Tokens a second of the device with nothing around it: what is possible."""
+    """Return the tokens per second of the device alone, the upper bound."""
     rows = [SequenceId(next(_SEQUENCES)) for _ in range(num_rows)]
     draw = Draw(GREEDY, len(prompt))
     for row in rows:
@@ -51,7 +51,7 @@ def engine_speed(
     num_rows: int,
     num_new: int,
 ) -> float:
-    """Tokens a second of the engine, once all decode: text, sampling, sealing and all."""
+    """Return the engine's tokens per second while all sequences decode, with sampling and sealing."""
     engine = make_engine(device, tokenizer, EngineLimits(max_batch_size=num_rows, max_idle=0))
     for row in range(num_rows):
         name = f"job {next(_JOBS)}"
@@ -69,7 +69,7 @@ def engine_speed(
 
 
 def throughput(found: Findings) -> None:
-    """The engine against the device alone."""
+    """Compare the engine with the device alone."""
     directory = starter_directory()
     prompt, tokenizer = prompt_tokens(directory, NUM_PROMPT), HFTokenizer(directory)
     num_new, rounds = (4, 1) if found.is_quick else (24, 3)
@@ -89,7 +89,7 @@ def throughput(found: Findings) -> None:
 def first_token_ms(
     device: ModelBackendPort, tokenizer: TokenizerPort, prompts: Sequence[Sequence[int]]
 ) -> tuple[float, float]:
-    """Milliseconds until everybody has a first token, and of a decode step after that."""
+    """Return the milliseconds until all have a first token, and of a decode step after that."""
     arrived: set[str] = set()
 
     def keep(events: EventBatch) -> None:
@@ -111,7 +111,7 @@ def first_token_ms(
 
 
 def batch_window(found: Findings) -> None:
-    """What waiting for company costs those who wait."""
+    """Measure what waiting for a batch costs the requests that wait."""
     directory = starter_directory()
     tokenizer, window = HFTokenizer(directory), load_settings().runtime.batch_window_ms
     text = prompt_tokens(directory, 2048)

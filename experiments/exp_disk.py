@@ -24,19 +24,19 @@ class CacheFiles:
         self.num_bytes = len(self._parts) * make_payload(geometry, 0).nbytes
 
     def write(self) -> None:
-        """Write all blocks: beside their place, then moved there."""
+        """Write all blocks to temporary files and rename them."""
         self._parts = [
             self._cache.write(part, make_payload(self._geometry, index), is_synced=False)
             for index, part in enumerate(self._parts)
         ]
 
     def read(self) -> None:
-        """Read and check them."""
+        """Read and check all blocks."""
         for part in self._parts:
             self._cache.read(part)
 
     def write_plainly(self) -> None:
-        """Write as many bytes to files at their place: no checksum, no name, no move."""
+        """Write the same bytes directly, without checksum and rename."""
         for index in range(len(self._parts)):
             payload = make_payload(self._geometry, index)
             with (self._directory / f"plain-{index}").open("wb", buffering=0) as file:
@@ -53,7 +53,7 @@ class CacheFiles:
 
 
 def measure(num_tokens: int, *, is_quick: bool) -> tuple[float, Rounds]:
-    """MB of a cache of so many tokens, and milliseconds to write and read it."""
+    """Return MB of a cache of this many tokens, and milliseconds to write and read it."""
     scale = 16 if is_quick else 1
     geometry = Geometry(
         GEMMA_FULL.name, GEMMA_FULL.num_layers, GEMMA_FULL.num_heads, GEMMA_FULL.dim // scale
@@ -64,7 +64,7 @@ def measure(num_tokens: int, *, is_quick: bool) -> tuple[float, Rounds]:
 
 
 def threshold_mb(sizes: list[tuple[float, float]], most_ms: float) -> float:
-    """The size that is written in so many ms, by the speed of the largest that was.
+    """Return the size that is written in this many ms, at the speed of the largest file.
 
     >>> threshold_mb([(10.0, 5.0), (100.0, 50.0)], 10.0)
     20.0
@@ -74,7 +74,7 @@ def threshold_mb(sizes: list[tuple[float, float]], most_ms: float) -> float:
 
 
 def atomic_writes(found: Findings) -> None:
-    """What writing safely adds, and what a step could afford."""
+    """Measure what safe writes add, and what a step could afford."""
     sizes = []
     for num_tokens in SIZES[1:2] if found.is_quick else SIZES[1:]:
         megabytes, rounds = measure(num_tokens, is_quick=found.is_quick)
@@ -88,7 +88,7 @@ def atomic_writes(found: Findings) -> None:
 
 
 def disk_times(found: Findings) -> None:
-    """Times by size; the largest is read in bearable time."""
+    """Measure times by size, and check the time to read the largest."""
     rates: dict[str, list[float]] = {"write": [], "read": []}
     sizes = SIZES[:2] if found.is_quick else SIZES
     for num_tokens in sizes:

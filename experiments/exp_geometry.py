@@ -20,7 +20,7 @@ _MORE = {
 
 
 def library_layers(config: dict[str, object]) -> list[tuple[str, int, int]]:
-    """The kind of cache, KV heads and head size of each layer, as mlx-lm makes them."""
+    """Return the cache kind, KV heads and head size of each layer, as mlx-lm creates them."""
     runtime.prepare()
     name = str(config["model_type"])
     module = runtime.import_library(f"mlx_lm.models.{name}")
@@ -37,7 +37,7 @@ def library_layers(config: dict[str, object]) -> list[tuple[str, int, int]]:
 
 
 def expected_layers(spec: ModelCacheSpec) -> list[tuple[str, int, int]]:
-    """The same, as our geometry has them."""
+    """Return the same from this project's geometry."""
     names = {LayerKind.FULL: "KVCache", LayerKind.WINDOW: "RotatingKVCache"}
     return [(names[layer.kind], layer.num_kv_heads, layer.key_dim) for layer in spec.layers]
 

@@ -21,13 +21,13 @@ _MAX_S = 30.0
 
 
 def megabytes() -> float:
-    """What this process takes of the machine's memory."""
+    """Return the memory of this process in MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def other_model(directory: Path, target: Path) -> Path:
-    """A copy of a model that is another one: a little of its weights is changed."""
+    """Copy a model and change some of its weights, so that it is another model."""
     shutil.copytree(directory, target, copy_function=shutil.copy)
     for path in target.glob("*.safetensors"):
         with path.open("r+b") as file:
@@ -40,7 +40,7 @@ def other_model(directory: Path, target: Path) -> Path:
 
 @contextlib.contextmanager
 def serving(backend: str) -> Iterator[tuple[Server, str, str]]:
-    """A server without HTTP, with the starter loaded; and the names of it and of the other one."""
+    """Run a server without HTTP; yields it with the names of the starter and the other model."""
     with tempfile.TemporaryDirectory() as home:
         first = starter_directory()
         second = other_model(first, Path(home) / "models" / "the-other")
@@ -58,12 +58,12 @@ def serving(backend: str) -> Iterator[tuple[Server, str, str]]:
 
 
 def swap(server: Server, name: str) -> SwapReport:
-    """Swap, and wait for it."""
+    """Swap models and wait for it."""
     return server.models.swap(name).result(_WAIT_S)
 
 
 def memory(found: Findings) -> None:
-    """Unload, and swap many times."""
+    """Unload a model, and swap many times."""
     num_swaps = 2 if found.is_quick else 20
     with serving("torch") as (server, first, second):
         loaded = megabytes()
@@ -83,7 +83,7 @@ def memory(found: Findings) -> None:
 
 
 def mlx_memory(found: Findings) -> None:
-    """The same by MLX's own count, on its CPU device where there is no other."""
+    """Measure the same by MLX's own count, on its CPU device if there is no other."""
     with serving("mlx") as (server, _, _):
         import mlx.core as mx  # noqa: PLC0415 - after the server has chosen its BLAS
 
@@ -97,7 +97,7 @@ def mlx_memory(found: Findings) -> None:
 
 
 def latency(found: Findings) -> None:
-    """Swap against load."""
+    """Compare a swap with a load."""
     swaps, loads = [], []
     with serving("torch") as (server, first, second):
         swap(server, second)  # both were read once

@@ -31,7 +31,7 @@ _CLAUDE = "node_modules/.bin/claude"
 
 
 def fields(value: Any, place: str = "") -> set[str]:
-    """The names of all values in a document, with the way to them.
+    """Return the paths of all values in a document.
 
     >>> sorted(fields({"a": {"b": 1}, "c": []}))
     ['a.b', 'c']
@@ -44,7 +44,7 @@ def fields(value: Any, place: str = "") -> set[str]:
 
 
 def read_events(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Names and data of a stream's events, in order."""
+    """Return names and data of a stream's events, in order."""
     events = []
     for block in text.strip().split("\n\n"):
         lines = dict(line.split(": ", 1) for line in block.splitlines() if ": " in line)
@@ -54,7 +54,7 @@ def read_events(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def is_in_order(names: list[str]) -> bool:
-    """Whether events come as a reply of one text does; pings may be anywhere."""
+    """Whether events have the order of a reply with one text; pings may be anywhere."""
     shape = [name for name in names if name != "ping"]
     deltas = shape.count("content_block_delta")
     order = ["message_start", "content_block_start", *["content_block_delta"] * deltas]
@@ -62,7 +62,7 @@ def is_in_order(names: list[str]) -> bool:
 
 
 def streams(found: Findings) -> None:
-    """Read a stream raw, and by the vendor's own package."""
+    """Read a stream raw, and with the vendor's package."""
     ask: dict[str, Any] = {"max_tokens": 20, "messages": [{"role": "user", "content": "Hello"}]}
     with serving_fake() as port:
         url = f"http://127.0.0.1:{port}"
@@ -87,13 +87,13 @@ def streams(found: Findings) -> None:
 
 
 def serving_fake() -> Any:
-    """A server that writes gibberish, with a directory of its own."""
+    """Run a server with the fake backend in its own directory."""
     home = tempfile.mkdtemp(prefix="experiment-")
     return serving("--backend", "fake", "--home", home)
 
 
 def claude_code(found: Findings) -> None:
-    """Claude Code where it is installed; a conversation like its own anywhere."""
+    """Run Claude Code if it is installed; otherwise send a similar conversation."""
     clients = Path(os.environ.get("CLIENTS_DIR", ROOT / ".clients"))
     if (clients / _CLAUDE).exists() and not found.is_quick:
         command = [sys.executable, "-m", "pytest", "-q", "tests/clients/test_claude_code.py"]
@@ -117,7 +117,7 @@ def claude_code(found: Findings) -> None:
 
 
 def conversation(url: str) -> list[int]:
-    """Three turns with a system prompt and tools; tokens each read from the cache."""
+    """Send three turns with a system prompt and tools; returns the tokens read from the cache."""
     client = anthropic.Anthropic(base_url=url, api_key="none")
     system: Any = [
         {
