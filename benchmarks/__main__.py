@@ -1,13 +1,13 @@
-"""Runs the benchmarks one after the other, each in a process of its own, and keeps what they found.
+"""Runs the benchmarks one after another, each in a separate process, and stores the results.
 
     python -m benchmarks                      # all of them, 10 to 20 minutes on two cores
-    python -m benchmarks --quick              # a rough answer in under two
-    python -m benchmarks resume peer          # some of them, each as long as it takes
-    python -m benchmarks --keep               # keeps the result to compare with, and draws it
+    python -m benchmarks --quick              # rough figures in under two minutes
+    python -m benchmarks resume peer          # selected benchmarks, in full
+    python -m benchmarks --keep               # stores the result as the new baseline, and draws it
 
 Figures go to `build/bench/full.json` or `quick.json`, with the machine, versions and commit, and
-are compared with `benchmarks/results`. Exit status 1 means that a benchmark broke; a bound that
-was missed is told, and is no reason to fail: a busy machine misses some.
+are compared with `benchmarks/results`. The exit status is 1 if a benchmark fails to run. A missed
+bound is only reported, because a busy machine misses some.
 """
 
 import argparse
@@ -73,9 +73,9 @@ def run_all(
     """Run benchmarks in order and print the progress.
 
     Args:
-        names: Of the benchmarks.
-        rough: Those that are to be quick in any case.
-        is_quick: Whether all are.
+        names: The benchmarks to run.
+        rough: Benchmarks that always run in quick mode.
+        is_quick: Whether all run in quick mode.
         against: The earlier result to compare with.
     """
     found: dict[str, Any] = {}
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="name", help=", ".join(SUITE))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--against", type=Path, help="an earlier result to compare with")
-    parser.add_argument("--keep", action="store_true", help="compare with this one from now on")
+    parser.add_argument("--keep", action="store_true", help="store the result as the new baseline")
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(SUITE):
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}")

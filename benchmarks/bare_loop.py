@@ -1,6 +1,6 @@
-"""The backend's library alone: a prompt in steps and a few tokens, with nothing around it.
+"""Measures the backend's library alone: a prompt in steps and a few tokens, without a server.
 
-Runs in a process of its own, so that a server after it has the device to itself.
+Runs in a separate process, so that a server started afterwards has the device to itself.
 """
 
 import json

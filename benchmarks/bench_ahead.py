@@ -1,19 +1,20 @@
-r"""Decoding ahead: tokens a second of what agents do, with it against without, over HTTP.
+r"""Speculative decoding: tokens per second of typical agent work with it and without, over HTTP.
 
-Starts the real server and asks it in pairs: without (`draft_tokens` 0, set while it runs), then
-with, in turns. Tokens a second are those between the first token and the last.
+Starts the real server and sends requests in pairs: without (`draft_tokens` 0, set while it runs),
+then with. Tokens per second are counted between the first token and the last.
 
-    edit    a file of 400 lines with small changes: the client sends as `prediction` what the model
-            says without it, of which one line in twelve is changed
-    again   the same reply once more, from the server's memory alone: what an agent repeats of a
-            file, or of what another has said
-    calls   five agents, one after another, say the same forty-eight tokens: calls of one tool
-    agents  five agents at once with one task and names of their own
-    prose   sampled at temperature 1, where nothing repeats
+    edit    a file of 400 lines with small changes: the client sends the model's earlier reply as
+            `prediction`, with one line in twelve changed
+    again   the same reply again, drafted from the server's index alone, as when an agent repeats
+            a file or another agent's text
+    calls   five agents, one after another, generate the same 48 tokens: calls of one tool
+    agents  five agents at once with one task and different names
+    prose   sampled at temperature 1, without repetition
 
-A model with random weights writes no code: its replies stand for text of that length, and say what
-checking guesses costs and spares. Such a model is made so that it is sure of its next token, as one
-that copies is; sampled, one token in five is another. With the starter model `edit` is a real file.
+A model with random weights writes no code: its replies only have the right length, and show what
+verifying drafts costs and saves. Such a model is built to be certain of its next token, like a
+model that copies text; when sampled, one token in five differs. With the starter model, `edit`
+uses a real file.
 
     python -m benchmarks.bench_ahead                                   # the starter model
     python -m benchmarks.bench_ahead --shape llama-8b --backend mlx --memory-mb 40000 --goals \
@@ -159,7 +160,9 @@ async def compare(report: Report, server: Server, scenario: Scenario) -> None:
         is_other = scenario in (edit, again, calls) and texts[0] != texts[1]
         rates = f"{without.rate:.1f} and {ahead.rate:.1f} tokens/s"
         said = ", OTHER TEXT" if is_other else ""
-        report.note(f"{name} {turn}: {rates}; {right} guesses right, {wrong} wrong{said}")
+        report.note(
+            f"{name} {turn}: {rates}; {right} draft tokens accepted, {wrong} rejected{said}"
+        )
         pairs += [(without.rate, ahead.rate)] if turn else []
     report.add(f"{name}, without", [without for without, _ in pairs], "tokens/s")
     report.add(f"{name}, with", [ahead for _, ahead in pairs], "tokens/s")
@@ -169,10 +172,12 @@ async def compare(report: Report, server: Server, scenario: Scenario) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options."""
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights; else the starter")
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), help="random weights; default: the starter"
+    )
     parser.add_argument("--backend", choices=("auto", "mlx", "torch"), default="auto")
-    parser.add_argument("--lines", type=int, default=400, help="of the file to edit")
-    parser.add_argument("--tokens", type=int, default=600, help="of a reply")
+    parser.add_argument("--lines", type=int, default=400, help="lines of the file to edit")
+    parser.add_argument("--tokens", type=int, default=600, help="tokens of a reply")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--draft-tokens", type=int, default=16)
     parser.add_argument("--memory-mb", type=int, default=2048)
@@ -181,8 +186,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, default=Path("~/.semantic/models/smollm2-135m-instruct")
     )
-    parser.add_argument("--directory", type=Path, help="where models are kept")
-    parser.add_argument("--goals", action="store_true", help="of devices where rows cost little")
+    parser.add_argument("--directory", type=Path, help="directory for models")
+    parser.add_argument(
+        "--goals", action="store_true", help="check goals for devices with cheap rows"
+    )
 
 
 def measure(report: Report) -> None:

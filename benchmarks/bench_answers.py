@@ -1,8 +1,8 @@
-"""What four bits cost the starter model: against its weights in full, and against llama.cpp.
+"""Quality of 4-bit weights of the starter model, compared with full weights and llama.cpp.
 
-The Kullback-Leibler divergence of next-token distributions over English text, computed as the
-server computes it; and answers to fixed questions, asked of servers over HTTP: ours with the
-weights as in the file, ours with them in full, and llama.cpp on the same file (`make peer`).
+Measures the Kullback-Leibler divergence of next-token distributions over English text, computed as
+in the server. Then compares answers to fixed questions over HTTP: this server with the file's
+weights, this server with full weights, and llama.cpp on the same file (`make peer`).
 """
 
 import argparse
@@ -105,7 +105,7 @@ def measure(report: Report) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options."""
-    parser.add_argument("--home", type=Path, help="of our server; a new one if not given")
+    parser.add_argument("--home", type=Path, help="home of this server; default: a new one")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""What the engine adds to a step, and what watching adds to the engine.
+"""Overhead of the engine per step, and of telemetry on the engine.
 
-Sequences decode on the fake backend, whose own time is taken off, with text, stop strings and
-sealing as in a real server: at most 0.5 ms + 30 µs a row. Watching is metrics on and one request in
-ten traced, against neither, in turns; what a request costs when it ends is shared by the tokens of
-its reply. It is set against a decode step of the starter model with as many rows: at most 2 %. Here
-times are the processor's, so that other programs on the machine count less. Steps of the starter
-model with and without it, by turns, stand beside that: they say that nothing is overlooked, and no
-more, as they differ from each other by more than watching costs.
+Sequences decode on the fake backend, whose own time is subtracted, with text, stop strings and
+sealing as in a real server: at most 0.5 ms + 30 µs per row. Telemetry means metrics and traces of
+one request in ten, compared with neither, interleaved; the cost of ending a request is divided by
+the tokens of its reply. The bound is 2 % of a decode step of the starter model with the same
+number of rows. These times are CPU times, so that other programs affect them less. Steps of the
+starter model with and without telemetry, interleaved, only check that nothing is overlooked,
+because they vary by more than telemetry costs.
 """
 
 import itertools

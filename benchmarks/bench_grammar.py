@@ -1,10 +1,10 @@
-"""What constraining replies costs: the share of a decode step that masks take.
+"""Cost of constrained replies: the share of a decode step spent on masks.
 
-Four sequences of the starter model decode under a schema; the time spent in the constraints is set
-against the rest of the step. Applying a mask to the logits is the backend's, and counted with it.
-A stall is what the constraints of all sequences take in one step, while the engine waits for them.
-Targets: under 15 % and no stall over 50 ms, whether the budget has room, is tight, or is just
-enough for a list that must be there.
+Four sequences of the starter model decode under a schema; the time spent in the constraints is
+compared with the rest of the step. Applying a mask to the logits counts as the backend's time.
+A stall is the time of all sequences' constraints in one step, during which the engine waits.
+Targets: below 15 % and no stall above 50 ms, whether the token budget is ample, tight, or just
+enough for a required list.
 """
 
 import sys

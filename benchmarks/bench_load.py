@@ -1,8 +1,8 @@
-"""The same agents by a load generator that others wrote: guidellm, in an environment of its own.
+"""Load from a third-party generator: guidellm, in a separate environment.
 
-guidellm makes up conversations (a shared prefix, then several turns), sends them with as many
-streams as there are agents, and measures by itself. It runs twice with the same conversations; in
-between the server is stopped and started. What it says of both is kept, for each server in turn.
+guidellm generates conversations (a shared prefix, then several turns), sends them with one stream
+per agent, and measures. It runs twice with the same conversations, with a restart of the server in
+between. The report contains its figures of both runs, for each server.
 
     python -m benchmarks.bench_load                               # memory on, and nothing on disk
     python -m benchmarks.bench_load --systems on llama.cpp
@@ -30,7 +30,7 @@ ROUNDS = ("first run", "again, after a restart")
 def program() -> Path:
     """Return the path of guidellm; installs it at first use, with the installed version of PyTorch.
 
-    It needs PyTorch for little; the newest would bring gigabytes of CUDA.
+    The newest PyTorch would install gigabytes of CUDA libraries.
     """
     path = PLACE / "bin" / "guidellm"
     if not path.exists():
@@ -101,11 +101,11 @@ def measure(report: Report) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options."""
-    parser.add_argument("--agents", type=int, default=5, help="streams")
-    parser.add_argument("--tokens", type=int, default=1024, help="of the first turn")
+    parser.add_argument("--agents", type=int, default=5, help="number of streams")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of the first turn")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--reply", type=int, default=16, help="tokens of a reply")
-    parser.add_argument("--systems", nargs="*", default=["on", "off"], help="as bench_workflow's")
+    parser.add_argument("--systems", nargs="*", default=["on", "off"], help="see bench_workflow")
 
 
 if __name__ == "__main__":

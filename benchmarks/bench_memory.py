@@ -1,14 +1,14 @@
-"""What agents take in memory and on disk: blocks against left-padded batches, and how many fit.
+"""Memory and disk use of agents: blocks compared with left-padded batches, and how many fit.
 
-Agents of mixed lengths, 1 to 10 of them, share a system prompt. Their blocks are sealed by the real
-store with random numbers and counted; the padded batch is mlx-lm's own caches, filled and counted,
-for a layer of each kind. Heads are a sixteenth as wide, and bytes are multiplied by sixteen. Beside
-them stands what the geometry alone asks for; where prompts part, a window is kept once more, so
-that others can go on from there. The padded batch keeps windows too: only the padding and the
-sharing differ.
+1 to 10 agents of mixed lengths share a system prompt. The real store seals their blocks, with
+random numbers, and the bytes are counted. The padded batch consists of mlx-lm's own caches, filled
+and counted, for a layer of each kind. Heads are a sixteenth as wide, and bytes are multiplied by
+sixteen. The report also shows the bytes by geometry alone. Where prompts diverge, a window is
+stored once more, so that other agents can continue there. The padded batch has windows too: only
+padding and sharing differ.
 
-How many agents fit is counted with the scales of the 8- and 4-bit formats. These are formats at
-rest, on disk: in memory, blocks have the bits the model computes with, so 16 is what fits there.
+The number of agents that fit includes the scales of the 8- and 4-bit formats. These are storage
+formats on disk: in memory, blocks have the model's precision, so 16 bits apply there.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def seal(store: AgentCacheStore, spec: ModelCacheSpec, tokens: Sequence[int], cu
     Args:
         store: Keeps the blocks.
         spec: The model's geometry.
-        tokens: Of the conversation.
+        tokens: Tokens of the conversation.
         cut: Where its reply begins: a block ends there too.
     """
     numbers = _Numbers(spec)
@@ -164,10 +164,10 @@ def agents_that_fit(
 
     Args:
         spec: The model's geometry.
-        length: Of each agent, in tokens.
-        bits: Of a number at rest.
+        length: Tokens of each agent.
+        bits: Bits per stored number.
         budget: In bytes.
-        has_windows: Whether window layers keep their window only, as here, and not every token.
+        has_windows: Whether window layers keep only their window, as here, or every token.
     """
     nbytes = spec.bytes_per_context(length) if has_windows else spec.bytes_per_context(1) * length
     return int(budget / (nbytes * resting_bits(bits) / 16))
@@ -256,7 +256,7 @@ def measure(report: Report) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options."""
-    parser.add_argument("--directory", help="where about 1 GB may be written for a while")
+    parser.add_argument("--directory", help="directory for about 1 GB of temporary files")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""How long a decode step takes on MLX: beside a bare mlx-lm loop, and beside the memory's speed.
+"""Time of a decode step on MLX, compared with a bare mlx-lm loop and with memory bandwidth.
 
-A Llama with random weights, one step ahead as the engine drives it. The bare loop is the library's
-model over one dense batch of equal lengths, without a server around it.
+Runs a Llama with random weights one step ahead, as the engine does. The bare loop is the library's
+model over one dense batch of equal lengths, without a server.
 
     python -m benchmarks.bench_mlx_decode                                   # small, any machine
     python -m benchmarks.bench_mlx_decode --shape llama-8b --lengths 4096x8 32768,2048x7

@@ -1,7 +1,8 @@
-"""This server beside llama.cpp on the same file and machine, in turns, over HTTP.
+"""This server compared with llama.cpp on the same file and machine, interleaved, over HTTP.
 
-One stream, eight streams, prompts of 512 and 4,096 tokens, the workflow of five agents with a
-restart; on a quiet machine, and beside a busy loop on each core. `make peer` builds llama.cpp.
+Measures one stream, eight streams, prompts of 512 and 4,096 tokens, and the workflow of five agents
+with a restart, on an idle machine and beside a busy loop on each core. `make peer` builds
+llama.cpp.
 
     python -m benchmarks.bench_peer --json peer.json
     python -m benchmarks.bench_peer --shape 1b --only one prefill --conditions quiet
@@ -243,7 +244,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=sorted(LEAST_ONE), default="starter")
     parser.add_argument("--only", nargs="*", choices=SCENARIOS, default=SCENARIOS)
     parser.add_argument("--conditions", nargs="*", choices=CONDITIONS, default=CONDITIONS)
-    parser.add_argument("--home", type=Path, help="of our server; a new one if not given")
+    parser.add_argument("--home", type=Path, help="home of this server; default: a new one")
 
 
 if __name__ == "__main__":

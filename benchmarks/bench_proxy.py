@@ -1,8 +1,9 @@
-"""What a proxy adds to a request: Ray Serve's, HAProxy's, and none, before the same server.
+"""Latency that a proxy adds: Ray Serve, HAProxy and none, in front of the same server.
 
 Starts PostgreSQL, a plain server, HAProxy in front of it where it is installed, and `semantic
-cluster` with one replica, all with the same shared store; asks them by turns. It needs the extras
-cluster and dev. Ray listens to everybody, so run it where there is no network:
+cluster` with one replica, all with the same shared store, and sends requests to them in turn. It
+needs the extras cluster and dev. Ray accepts connections from all hosts, so run it without a
+network:
 
     unshare --net sh -c 'ip link set lo up; python -m benchmarks.bench_proxy'
     ... python -m benchmarks.bench_proxy --backend torch     # the starter model
@@ -124,7 +125,7 @@ def measure(report: Report) -> None:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", default="fake", help="of the servers")
+    parser.add_argument("--backend", default="fake", help="backend of the servers")
 
 
 if __name__ == "__main__":

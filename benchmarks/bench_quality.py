@@ -1,11 +1,12 @@
-"""What resting at 16, 8 and 4 bits does to a model's words, restart after restart.
+"""Effect of KV cache storage in 16, 8 and 4 bits on a model's output, over several restarts.
 
-The first tokens of a text are computed. Then, restart after restart, the attention state of each
-format is written and read back, also what rested before: a server writes a block once, so
-this is the worst case. All sequences read on together, one token a step. Measured are the
-Kullback-Leibler divergence of next-token distributions from those of a sequence that never rested,
-and the perplexity of the text. Then questions of one conversation, each after a restart of the real
-engine over a directory in each format: are the answers those of an engine that never stopped?
+Computes the first tokens of a text. At each restart, writes the KV cache in each format and reads
+it back, including parts that were stored before. A server writes a block once, so this is the worst
+case. Then all sequences continue together, one token per step. Measures the Kullback-Leibler
+divergence of next-token distributions from those of a sequence that is never stored, and the
+perplexity of the text. Then asks the questions of one conversation, each after a restart of the
+real engine over a directory in each format, and compares the answers with those of an engine that
+never stopped.
 """
 
 import itertools
@@ -104,7 +105,7 @@ def text_tokens(directory: Path, num_tokens: int) -> list[int]:
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     tokens = HFTokenizer(directory).encode("\n".join(page.read_text() for page in pages))
     if len(tokens) < num_tokens:
-        raise ValueError(f"the pages have {len(tokens)} tokens only")
+        raise ValueError(f"the documentation has only {len(tokens)} tokens")
     return tokens[:num_tokens]
 
 
@@ -230,7 +231,7 @@ def measure(report: Report) -> None:
         report.add(title, num_same, "answers", least=least)
         for question, plain, rested in zip(QUESTIONS, expected, given, strict=True):
             if plain != rested:
-                report.note(f"{bits} bits, {question!r}: {rested!r} and not {plain!r}")
+                report.note(f"{bits} bits, {question!r}: {rested!r} instead of {plain!r}")
     backend.shutdown()
 
 

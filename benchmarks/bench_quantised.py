@@ -1,8 +1,8 @@
-"""A quantised file as it stands against its weights in full: room, exactness.
+"""A quantised file compared with its full weights: size and exactness.
 
-The starter model, a Q4_1 file, on this CPU: bytes on disk and of the loaded model's tensors, and
+For the starter model, a Q4_1 file, on this CPU: bytes on disk and of the loaded tensors, and
 the Kullback-Leibler divergence of next-token distributions over English text. Then the same for
-GPT-OSS with random weights, against the library's model of the numbers that the file holds.
+GPT-OSS with random weights, compared with the library's model with the numbers in the file.
 """
 
 import functools
@@ -115,7 +115,7 @@ def gpt_oss(report: Report) -> None:
 def measure(report: Report) -> None:
     """Measure both files."""
     if native().library() is None:
-        report.note(f"SKIP: this compares in float32 with the native library: {native().reason}")
+        report.note(f"SKIP: needs the native library: {native().reason}")
         return
     starter(report)
     gpt_oss(report)

@@ -1,9 +1,9 @@
-"""How long a long conversation takes to render again when one message was added.
+"""Time to render a long conversation again after one more message.
 
 Prints one table, for the starter model's own template and one of Qwen's shape with tools: the
-first rendering, with nothing remembered, and the median of the turns after it. Judged is the
-time on the processor, since that of the clock depends on who else is busy. The aim is a
-20k-token conversation in under 20 ms.
+first rendering, with empty caches, and the median of later turns. The bound applies to CPU time,
+because wall-clock time depends on other programs. The target is a 20k-token conversation in less
+than 20 ms.
 """
 
 import json

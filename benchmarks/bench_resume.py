@@ -1,7 +1,7 @@
-"""How soon an agent answers again: cold, hot, from the pool, and from disk in a new process.
+"""Time to resume an agent: cold, hot, from the pool, and from disk in a new process.
 
-Time to the first token of a turn that adds a few tokens to a conversation of so many. A forward
-over the new tokens alone, measured in the same process, is the floor.
+Measures the time to the first token of a turn that adds a few tokens to a conversation. The lower
+bound is a forward pass over the new tokens alone, measured in the same process.
 
     python -m benchmarks.bench_resume [--quick] [--lengths 1024 2048 4096 7900] [--rounds 3]
 

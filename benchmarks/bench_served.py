@@ -1,8 +1,8 @@
-r"""What clients see of a server: seconds to the first token and tokens a second, over HTTP.
+r"""Latency and speed that clients observe: seconds to first token and tokens/s, over HTTP.
 
-Starts the real server, in a process of its own, on a model with random weights, and asks it as
-chat clients do. The bare loop of the backend's library runs before it, in the same run: what the
-device needs for the same tokens with nothing around it.
+Starts the real server in a separate process on a model with random weights, and sends requests as
+chat clients do. Before that, in the same run, the bare loop of the backend's library measures what
+the device needs for the same tokens without a server.
 
     python -m benchmarks.bench_served                                  # tiny, any machine
     python -m benchmarks.bench_served --shape llama-8b --backend mlx --memory-mb 40000 \
@@ -267,21 +267,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--backend", choices=("mlx", "torch"), default="torch")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--lengths", type=int, nargs="*", default=[512, 2048], help="in tokens")
+    parser.add_argument(
+        "--lengths", type=int, nargs="*", default=[512, 2048], help="prompt lengths in tokens"
+    )
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 16, 32])
-    parser.add_argument("--tokens", type=int, default=32, help="of a stream's reply")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of a stream's reply")
     parser.add_argument("--head", type=int, default=256, help="tokens that streams share")
     parser.add_argument(
-        "--agents", type=int, nargs=2, default=(256, 256), help="tokens shared, and of each agent"
+        "--agents",
+        type=int,
+        nargs=2,
+        default=(256, 256),
+        help="shared tokens, and tokens per agent",
     )
-    parser.add_argument("--memory-mb", type=int, default=1024, help="the server's budget")
+    parser.add_argument(
+        "--memory-mb", type=int, default=1024, help="memory_budget_mb of the server"
+    )
     parser.add_argument("--set", nargs="*", default=[], help="other settings, as name=value")
     usual = [name for name in SCENARIOS if name != "peer"]  # which is there with MLX alone
     parser.add_argument("--only", nargs="*", choices=SCENARIOS, default=usual)
     parser.add_argument(
         "--tokenizer", type=Path, default=Path("~/.semantic/models/smollm2-135m-instruct")
     )
-    parser.add_argument("--directory", type=Path, help="where models are kept")
+    parser.add_argument("--directory", type=Path, help="directory for models")
 
 
 def measure(report: Report) -> None:

@@ -1,10 +1,10 @@
-"""What streams lose to their company: to HTTP, to clients that never pause, and to a long prompt.
+"""How HTTP, busy clients and long prompts slow down streams.
 
-Eight streams over HTTP, by a server in a process of its own, against the same jobs on an engine
-without HTTP, in turns; with `--busy` another client keeps the server's event loop occupied. Then a
-prompt of 7,000 tokens beside a stream: the gaps between the stream's tokens stay near what
-`target_step_ms` is by default, and the prompt takes little longer than alone. And such a prompt
-beside an agent whose state is there: what its turns wait for their first token.
+Compares eight streams over HTTP, from a server in a separate process, with the same jobs on an
+engine without HTTP, interleaved; with `--busy` another client keeps the server's event loop busy.
+Then a prompt of 7,000 tokens beside a stream: the gaps between the stream's tokens should stay near
+the default of `target_step_ms`, and the prompt should take little longer than alone. Then such a
+prompt beside an agent whose KV cache is in memory: how long its turns wait for their first token.
 """
 
 import argparse
@@ -199,7 +199,7 @@ def measure(report: Report) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options."""
-    parser.add_argument("--busy", action="store_true", help="with other requests meanwhile")
+    parser.add_argument("--busy", action="store_true", help="send other requests meanwhile")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""An attack on the cache by its timing: can a tenant tell what another one has said?
+"""A timing attack on the cache: can a tenant detect what another tenant has sent?
 
     python -m benchmarks.bench_tenant_timing [--rounds 30]
 
-A prober asks, in turn, what nobody has said, what its victim has just said, and what it has said
-itself. The area under the ROC curve says how well the second and the third can be told from the
-first by the time to the whole answer: 0.5 is guessing, 1 is certainty.
+The attacker sends, interleaved, new prompts, prompts that its victim has just sent, and prompts
+that it has sent itself. The area under the ROC curve shows how well the time to the whole answer
+distinguishes the second and the third kind from the first: 0.5 is chance, 1 is certainty.
 """
 
 import argparse

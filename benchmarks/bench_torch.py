@@ -1,8 +1,8 @@
-"""The torch backend against `transformers`: same weights, same dtype, in turns.
+"""The torch backend compared with `transformers`: same weights, same dtype, interleaved.
 
-Prefill is one forward over a prompt, against what `generate` does before its first token; decoding
-is one, four and eight sequences against `generate` with one. Also the price of quantised weights:
-the Kullback-Leibler divergence of next-token distributions from unquantised ones over running text.
+Prefill is one forward pass over a prompt, compared with `generate` up to its first token; decoding
+is one, four and eight sequences, compared with `generate` with one. Also the cost of quantised
+weights: the Kullback-Leibler divergence of next-token distributions from unquantised ones.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
-"""The workflow that this server is for: agents that talk at once, several turns, and a restart.
+"""The main workload of this server: concurrent agents, several turns, and a restart.
 
-Agents share a system prompt (a quarter of the prompt) and have notes of their own. All send their
-first turn at once, over HTTP; then some more turns each; then the server is stopped and started
-again, and each has one more turn. Each phase is run against one server after the other before the
-next begins, so that a noisy machine is fair to all.
+Agents share a system prompt (a quarter of the prompt) and have their own notes. All send their
+first turn at once, over HTTP, then some more turns each. Then the server restarts, and each sends
+one more turn. Each phase runs against all servers before the next begins, so that noise of the
+machine affects all of them.
 
     python -m benchmarks.bench_workflow                            # 5 agents, memory on and off
     python -m benchmarks.bench_workflow --tokens 4096 --turns 1    # takes a quarter of an hour
@@ -11,10 +11,10 @@ next begins, so that a noisy machine is fair to all.
         --systems on off transformers llama.cpp mlx_lm
     python -m benchmarks.bench_workflow --peer-url http://127.0.0.1:8080/v1 --peer-model NAME
 
-With memory off, it is the same server, told to keep nothing on disk and nothing open, and each
-request begins with words of its own, so that no prompt begins like another. Each of its turns then
-computes the whole prompt; where the prompts are many tokens it has the turn after the restart
-alone, of the conversations as the first server had them.
+With memory off, the same server keeps nothing on disk and no sequence open, and each request begins
+with different words, so that no two prompts share a prefix. Each turn then computes the whole
+prompt. If prompts are long, this server gets only the turn after the restart, with the first
+server's conversations.
 """
 
 import argparse
@@ -105,8 +105,8 @@ class Talk:
     Attributes:
         firsts: Seconds to the first token, by phase.
         walls: Seconds of each phase.
-        peak: The most memory its processes took, in MB.
-        is_brief: It has the turn after the restart alone.
+        peak: Peak memory of its processes, in MB.
+        is_brief: Whether it gets only the turn after the restart.
     """
 
     system: System
@@ -273,14 +273,16 @@ def measure(report: Report) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options."""
-    parser.add_argument("--agents", type=int, nargs="+", help="how many talk at once")
-    parser.add_argument("--tokens", type=int, nargs="+", help="of the first prompts")
-    parser.add_argument("--turns", type=int, help="later ones, of each agent")
+    parser.add_argument("--agents", type=int, nargs="+", help="numbers of concurrent agents")
+    parser.add_argument("--tokens", type=int, nargs="+", help="tokens of the first prompts")
+    parser.add_argument("--turns", type=int, help="later turns of each agent")
     parser.add_argument("--reply", type=int, help="tokens of a reply")
     names = ("on", "off", "transformers", "llama.cpp", "mlx_lm")
     parser.add_argument("--systems", nargs="*", choices=names, default=["on", "off"])
-    parser.add_argument("--peer-url", nargs="*", default=[], help="other servers, up to /v1")
-    parser.add_argument("--peer-model", default="any", help="what those call the model")
+    parser.add_argument(
+        "--peer-url", nargs="*", default=[], help="URLs of other servers, up to /v1"
+    )
+    parser.add_argument("--peer-model", default="any", help="the model's name on those servers")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Blocks of known models without the models: geometries, payloads and parts with random numbers."""
+"""Blocks of known models without their weights: geometries, payloads, parts of random numbers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""A chat client for any OpenAI-compatible server that notes when tokens arrive."""
+"""A chat client for OpenAI-compatible servers that records when tokens arrive."""
 
 import json
 import ssl
@@ -20,11 +20,11 @@ class Reply:
     """The result of a request; times in seconds since it was sent.
 
     Attributes:
-        arrivals: By the clock, of every piece of text.
-        num_prompt: Tokens of the prompt as the server counts them; 0 if it does not say.
-        num_reused: Of those, the ones it did not compute.
-        num_accepted: Tokens of the reply that were guessed before they were computed.
-        num_rejected: Guesses that were wrong.
+        arrivals: Clock time of every piece of text.
+        num_prompt: Tokens of the prompt as the server counts them; 0 if unknown.
+        num_reused: Those of them that it did not compute.
+        num_accepted: Accepted draft tokens.
+        num_rejected: Rejected draft tokens.
     """
 
     first: float
@@ -48,9 +48,9 @@ class Client:
     """Sends requests to a server.
 
     Attributes:
-        url: Up to and with `/v1`.
-        model: What to ask for.
-        more: Fields of the body beside the usual ones.
+        url: Base URL, including `/v1`.
+        model: Model to request.
+        more: Additional fields of the body.
     """
 
     url: str
@@ -84,7 +84,7 @@ class Client:
                         arrivals.append(time.perf_counter())
                         pieces.append(piece)
         if not pieces:
-            raise RuntimeError(f"{self.url} answered nothing")
+            raise RuntimeError(f"{self.url} sent no answer")
         reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         details = usage.get("completion_tokens_details") or {}
         return Reply(

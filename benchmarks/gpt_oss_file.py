@@ -1,4 +1,4 @@
-"""GPT-OSS with random weights as a GGUF file, and the library's model of what the file holds.
+"""GPT-OSS with random weights as a GGUF file, and the library's model with the same numbers.
 
 Names, layout and metadata are those of llama.cpp's conversion.
 """

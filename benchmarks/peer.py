@@ -1,10 +1,10 @@
-"""llama.cpp's server, built for this machine, to be measured beside ours.
+"""Builds and runs llama.cpp's server for comparisons.
 
 `make peer` builds it from the source inside llama-cpp-python's package on PyPI, which takes some
 fifteen minutes on two cores, and keeps the binary in the user's cache, by version and kind of CPU.
-Ready-made wheels are built for any CPU: on ARM they reach half the speed, and would flatter us.
+Prebuilt wheels target any CPU: on ARM they reach half the speed, which would be unfair.
 
-    python -m benchmarks.peer        # build it unless it is there, and print where it is
+    python -m benchmarks.peer        # build it unless it exists, and print its path
 """
 
 import contextlib
@@ -112,9 +112,9 @@ def peer_serving(
 
     Args:
         model: A GGUF file.
-        streams: Requests that run side by side.
-        context: Tokens that each of them has room for.
-        more: Of its command line.
+        streams: Number of concurrent requests.
+        context: Context length of each, in tokens.
+        more: Additional arguments.
     """
     path = peer_path()
     if not path.exists():

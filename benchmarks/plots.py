@@ -1,6 +1,6 @@
 """Plots of a result, as SVG files for the documents: `python -m benchmarks.plots RESULT.json`.
 
-What a result has no figures for is not drawn. Needs matplotlib, the `bench` extra.
+Skips plots for which a result has no figures. Needs matplotlib, from the `bench` extra.
 """
 
 import argparse
@@ -129,8 +129,8 @@ def draw_all(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw a result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("result", type=Path, help="what `python -m benchmarks` wrote")
-    parser.add_argument("--images", type=Path, default=IMAGES, help="where they are written")
+    parser.add_argument("result", type=Path, help="result file of `python -m benchmarks`")
+    parser.add_argument("--images", type=Path, default=IMAGES, help="output directory")
     options = parser.parse_args(arguments)
     for path in draw_all(json.loads(options.result.read_text("utf-8")), options.images):
         print(path)

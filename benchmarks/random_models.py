@@ -1,6 +1,6 @@
 """Models of a known shape with random weights, as directories that any backend can load.
 
-What they say is nonsense; how long it takes them is not. The tokenizer is another model's.
+Their text is meaningless, but their speed is realistic. The tokenizer is another model's.
 """
 
 import json
@@ -82,12 +82,12 @@ def make_model(shape: str, directory: Path, tokenizer: Path, *, is_sure: bool = 
     """Write a model of a shape unless it exists; returns its directory.
 
     Args:
-        shape: Of `SHAPES`.
-        directory: Where models are kept.
+        shape: A key of `SHAPES`.
+        directory: Directory for models.
         tokenizer: A directory with the tokenizer's files.
-        is_sure: Its layers add little to a token, and its head knows the next one. The others
-            hardly prefer one token to another: rounding alone decides, and with as much as a row
-            more in a step they say something else.
+        is_sure: Whether the model strongly prefers one next token: its layers add little, and its
+            head determines the token. Otherwise rounding decides, and an additional row in a step
+            changes the text.
     """
     model = directory / (f"{shape}-sure" if is_sure else shape)
     if (model / "model.safetensors.index.json").exists():

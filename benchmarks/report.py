@@ -297,8 +297,8 @@ def run(
         add_options: Adds the benchmark's own options.
     """
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a rough answer, in seconds")
-    parser.add_argument("--json", type=Path, help="a file for all figures")
+    parser.add_argument("--quick", action="store_true", help="measure roughly, in seconds")
+    parser.add_argument("--json", type=Path, help="output file for all figures")
     parser.add_argument("--against", type=Path, help="an earlier result to compare with")
     add_options(parser)
     options = parser.parse_args(arguments)

@@ -1,11 +1,10 @@
-"""A fleet of 1 to 1,000 servers, simulated: where attention state is found, and what that costs.
+"""Simulates fleets of 1 to 1,000 servers: where KV cache is found, and what that costs.
 
-Agents talk in turns; a proxy sends each turn to the agent's own server or elsewhere; that server
-has some prefix in memory, a longer one on its disk, the object store has all, and the rest is
-computed. Whatever a tier would bring slower than it is computed is computed, as in the server.
-Costs of a token are those that were measured (see `DEVICES`); links and sizes are varied. Not
-simulated: decoding, uploads that are still on the way, and what a proxy and PostgreSQL add to each
-turn alike (some milliseconds).
+Agents send turns; a proxy sends each turn to the agent's own server or another one. That server
+has a prefix in memory and a longer one on disk, the object store has everything, and the server
+computes the rest. As in the real server, it computes what a tier would deliver more slowly. Costs
+per token are measured (see `DEVICES`); links and sizes vary. Not simulated: decoding, uploads in
+progress, and the few milliseconds that a proxy and PostgreSQL add to each turn.
 """
 
 import heapq
@@ -30,8 +29,8 @@ class Device:
     """Measurements of one server (docs/benchmark-notes.md), in seconds per token except `turn_s`.
 
     Attributes:
-        turn_s: A turn whose state is all there.
-        agents: How many there are for each server, and `think_s` between their turns.
+        turn_s: Time of a turn whose whole KV cache is in memory.
+        agents: Agents per server, with `think_s` between their turns.
     """
 
     title: str
@@ -67,8 +66,8 @@ class Fleet:
 
     Attributes:
         affinity: The share of turns that the proxy sends to the agent's own server.
-        is_bounded: Whether a turn goes elsewhere too while its own server is busy for longer than a
-            turn takes, as the router of `semantic cluster` has it.
+        is_bounded: Whether a turn goes to another server while its own is busy for longer than a
+            turn takes, as with the router of `semantic cluster`.
     """
 
     replicas: int = 100

@@ -1,4 +1,4 @@
-"""The starter model for benchmarks: its text, and the model as we and as `transformers` run it."""
+"""The starter model for benchmarks: prompts, this project's backend, and `transformers`."""
 
 import contextlib
 import functools

@@ -1,8 +1,8 @@
-"""Servers that a workflow can be run against: ours with memory and without, and other people's.
+"""Servers for the workflow benchmark: this one with memory and without, and others.
 
-All are started here, on this machine, with the same model: ours and llama.cpp from the same GGUF
-file; `transformers` and mlx-lm cannot read it, and get its weights in full, as `plain_model` writes
-them. Each gets settings under which it serves agents well: several slots, prefixes kept.
+All run on this machine with the same model. This server and llama.cpp read the same GGUF file;
+`transformers` and mlx-lm cannot read it and get full weights, which `plain_model` writes. Each has
+settings that suit agents: several slots, cached prefixes.
 """
 
 import contextlib
@@ -36,10 +36,10 @@ class System:
     """A server that can be started repeatedly.
 
     Attributes:
-        start: Starts it, given a directory it may keep things in; yields its address up to `/v1`.
-        more: Fields that requests have for it alone.
-        is_salted: Every request begins with words of its own, so that nothing can be reused.
-        can_restart: Whether it is ours to stop and start.
+        start: Starts it with a directory for its files; yields its base URL, including `/v1`.
+        more: Additional fields of requests to it.
+        is_salted: Whether every request begins with different words, so that nothing is reused.
+        can_restart: Whether the benchmark may stop and start it.
     """
 
     name: str
@@ -56,8 +56,8 @@ class System:
 def ours(num_agents: int, *, has_memory: bool) -> System:
     """Create this server; without memory it keeps nothing between requests.
 
-    No setting forbids reuse altogether. So without memory nothing is kept on disk or open, and what
-    is left in the pool is of no use, since every prompt begins otherwise.
+    No setting disables all reuse. Without memory, nothing is kept on disk or open, and the pool is
+    of no use because every prompt begins differently.
     """
     settings = {"model_aliases": "any", "max_batch_size": "16", "max_idle": str(num_agents)}
     if not has_memory:

@@ -1,1 +1,1 @@
-"""Questions that were asked before something was built, as scripts that answer PASS or FAIL."""
+"""Scripts that answer questions of the design with PASS or FAIL."""

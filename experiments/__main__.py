@@ -1,8 +1,8 @@
-"""Runs experiments, each in a process of its own, and writes what came of them.
+"""Runs experiments, each in a separate process, and writes their results.
 
     python -m experiments                     # all; writes docs/experiments.md
     python -m experiments EXP-006 EXP-008     # some of them; writes nothing
-    python -m experiments EXP-006 --page x.md # … writes them there
+    python -m experiments EXP-006 --page x.md # … writes them to this file
 
 The exit status is 1 if one failed.
 """
@@ -68,9 +68,9 @@ def page(answers: Sequence[Answer]) -> str:
     ]
     head = f"""# Experiments
 
-Questions that were asked before something was built, and what running them says.
+Each experiment answers a question that came up before something was built.
 `make experiments` runs them all and writes this page; `python -m experiments EXP-006` runs one.
-SKIP says what this machine cannot run, and why; the rest of such an experiment is run.
+SKIP marks a part that this machine cannot run, with the reason; the rest of the experiment runs.
 
 Machine: {place["machine"]}, {place["memory_gb"]} GB, {place["system"]}, load {place["load"][0]} at
 the end. Python {place["python"]}, {versions}. Commit {place["commit"]}, {place["date"]}.
@@ -87,8 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ids", nargs="*", metavar="EXP", help=", ".join(MODULES))
-    parser.add_argument("--quick", action="store_true", help="with less work")
-    parser.add_argument("--page", type=Path, help="where all answers are written")
+    parser.add_argument("--quick", action="store_true", help="run smaller versions")
+    parser.add_argument("--page", type=Path, help="file for all answers")
     parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     names = options.ids or list(MODULES)
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.page or not options.ids:
         path = options.page or PAGE
         path.write_text(page(answers), "utf-8")
-        print(f"{path} is written")
+        print(f"wrote {path}")
     return int(any(each.verdict == "FAIL" for each in answers))
 
 

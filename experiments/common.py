@@ -1,4 +1,4 @@
-"""What an experiment is: a question, how it is answered, what passes; how it is run and told."""
+"""Experiments: a question, a method and a criterion, with code to run and report them."""
 
 import time
 from collections.abc import Callable

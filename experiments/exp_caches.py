@@ -1,4 +1,4 @@
-"""EXP-003, EXP-004, EXP-007: attention state out of a sequence, into a file, into another."""
+"""EXP-003, EXP-004, EXP-007: KV cache from a sequence to a file and into another sequence."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -196,19 +196,21 @@ def window_tokens(backend: ModelBackendPort) -> int:
 EXPERIMENTS = (
     Experiment(
         id="EXP-003",
-        question="Can attention state be put into a fresh sequence?",
-        method="compute a prompt and some tokens, copy the state out, load it into another "
-        "sequence, and compare the next greedy tokens with those of a sequence computed fresh",
+        question="Can KV cache be loaded into a fresh sequence?",
+        method="compute a prompt and some tokens, copy the KV cache out, load it into another "
+        "sequence, and compare the next greedy tokens with those of a sequence computed "
+        "fresh",
         criterion="the same tokens",
-        adapted="our backends' `snapshot` and `load` stand where the plan had BatchGenerator's "
-        "`caches`; on torch as well",
+        adapted="uses `snapshot` and `load` of the backends instead of BatchGenerator's `caches`; "
+        "also on torch",
         answer=injection,
     ),
     Experiment(
         id="EXP-004",
-        question="Can one sequence's state be taken out of a batch?",
-        method="three prompts of unlike length in one batch; each one's state is written to a "
-        "file, read, loaded, and goes on; compared with each computed alone",
+        question="Can the KV cache of one sequence be extracted from a batch?",
+        method="three prompts of different lengths run in one batch; the KV cache of each is "
+        "written to a file, read and loaded, and the sequence continues; compared with "
+        "each sequence computed alone",
         criterion="the same tokens",
         adapted="`snapshot` instead of `Response.prompt_cache`; our files instead of "
         "`save_prompt_cache`",
@@ -216,10 +218,10 @@ EXPERIMENTS = (
     ),
     Experiment(
         id="EXP-007",
-        question="Does a rotating cache survive a file?",
-        method="a small Gemma 3 (five of six layers with windows of 64) by mlx-lm; prompts of 150, "
-        "31 and 90 tokens in one batch, their state through files, and on",
-        criterion="the same tokens; a window layer keeps its window and no more",
+        question="Can a rotating cache be written to a file and restored?",
+        method="a small Gemma 3 (five of six layers with windows of 64) on mlx-lm; prompts of "
+        "150, 31 and 90 tokens in one batch, stored in files, restored and continued",
+        criterion="the same tokens; a window layer stores only its window",
         adapted="our file format instead of `save_prompt_cache`",
         answer=rotation,
     ),

@@ -1,4 +1,4 @@
-"""EXP-005 and EXP-latency: how fast several agents decode, and how long to wait for company."""
+"""EXP-005 and EXP-latency: decode speed of several agents, and the wait for a batch."""
 
 import itertools
 import time
@@ -51,7 +51,7 @@ def engine_speed(
     num_rows: int,
     num_new: int,
 ) -> float:
-    """Return the engine's tokens per second while all sequences decode, with sampling and sealing."""
+    """Return the engine's tokens per second while all sequences decode, sample and seal."""
     engine = make_engine(device, tokenizer, EngineLimits(max_batch_size=num_rows, max_idle=0))
     for row in range(num_rows):
         name = f"job {next(_JOBS)}"
@@ -131,20 +131,20 @@ EXPERIMENTS = (
     Experiment(
         id="EXP-005",
         question="How fast do 1, 3, 5, 7 and 10 agents decode together?",
-        method="the starter model: tokens a second of the engine, against the device's own loop "
-        "over as many rows, in turns",
-        criterion="at least 80 % of what is possible",
-        adapted="what is possible is the bare device in the same run, not a model of its memory",
+        method="the starter model: tokens per second of the engine, compared with the device's "
+        "own loop over the same number of rows, interleaved",
+        criterion="at least 80 % of the upper bound",
+        adapted="the upper bound is the bare device in the same run, not a model of its memory",
         answer=throughput,
     ),
     Experiment(
         id="EXP-latency",
-        question="How long may an idle engine wait for company?",
-        method="first tokens of 1, 3, 5 and 7 agents with prompts of 256 tokens, and decode steps "
-        "after them, beside `batch_window_ms`",
+        question="How long may an idle engine wait for other requests?",
+        method="the time to first token of 1, 3, 5 and 7 agents with prompts of 256 tokens, and "
+        "the decode steps after it, compared with `batch_window_ms`",
         criterion="the window is at most 10 ms, and at most a tenth of the time to the first token",
-        adapted="an engine that is busy takes requests in at every step, so that the window is "
-        "paid by the first request after a pause alone",
+        adapted="a busy engine admits requests at every step, so only the first request after a "
+        "pause waits for the window",
         answer=batch_window,
     ),
 )

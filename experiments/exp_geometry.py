@@ -1,4 +1,4 @@
-"""EXP-001: what a model keeps of a token, as its config says and as the library makes it."""
+"""EXP-001: the KV cache of a token by a model's config, and by mlx-lm."""
 
 from typing import Any
 
@@ -60,12 +60,12 @@ def geometry(found: Findings) -> None:
 EXPERIMENTS = (
     Experiment(
         id="EXP-001",
-        question="Do models say alike what they keep of a token?",
+        question="Do a model's config and mlx-lm agree on what the KV cache holds per token?",
         method="read the geometry of four models from their configs, build each with mlx-lm "
         "(nothing is computed), and compare kinds of layers, KV heads and head sizes",
         criterion="all agree; Gemma 3 12B has 8 KV heads",
         adapted="the geometry comes from `config.json`, before weights are loaded, and not from "
-        "`model.args`; configs stand in for 4 downloads",
+        "`model.args`; configs replace 4 downloads",
         answer=geometry,
     ),
 )

@@ -115,18 +115,20 @@ def latency(found: Findings) -> None:
 EXPERIMENTS = (
     Experiment(
         id="EXP-011",
-        question="Is the memory of a model that is unloaded really returned?",
+        question="Is the memory of an unloaded model returned to the system?",
         method="unload the starter model and swap it 20 times with a copy that differs in one "
-        "bit; the process's memory on torch, and what MLX counts as active",
-        criterion="less than 1 GB is left; the last of 20 swaps is within 5 % of the first",
-        adapted="the registry unloads and collects; MLX runs on this machine's device",
+        "bit; measure the process's memory on torch, and MLX's count of active memory",
+        criterion="less than 1 GB remains; memory after the last of 20 swaps is within 5 % of the "
+        "first",
+        adapted="the registry unloads the model and collects garbage; MLX runs on this machine's "
+        "device",
         answer=memory,
     ),
     Experiment(
         id="EXP-012",
-        question="How long does a swap take, from the first request that waits to the last?",
-        method="swap the starter model with its copy, against loading it where none is loaded, in "
-        "turns; nothing runs, so that there is nothing to wait for",
+        question="How long does a swap take, from the first waiting request to the last?",
+        method="swap the starter model with its copy, compared with loading it when none is "
+        "loaded, interleaved; no requests run, so nothing has to drain",
         criterion="below 30 s",
         answer=latency,
     ),

@@ -143,9 +143,9 @@ def conversation(url: str) -> list[int]:
 EXPERIMENTS = (
     Experiment(
         id="EXP-009",
-        question="Is our stream what Anthropic's clients expect?",
-        method="a streamed reply of a real server, its events and fields compared with those of "
-        "Anthropic's documentation, and read by Anthropic's own package",
+        question="Does the server's stream match what Anthropic's clients expect?",
+        method="compare the events and fields of a streamed reply of a real server with "
+        "Anthropic's documentation, and read the stream with Anthropic's own package",
         criterion="the order of events and all documented fields; the package reads it",
         adapted="documentation instead of recordings, which need an account",
         answer=streams,
@@ -154,8 +154,8 @@ EXPERIMENTS = (
         id="EXP-010",
         question="Does Claude Code work with this server?",
         method="Claude Code with ANTHROPIC_BASE_URL, several turns, against the starter model "
-        "(`make clients`); and a conversation with tools by Anthropic's package",
-        criterion="conversations go on, and each turn reads the one before from the cache",
+        "(`make clients`); and a conversation with tools through Anthropic's package",
+        criterion="conversations continue, and each turn reads the previous one from the cache",
         answer=claude_code,
     ),
 )
