@@ -244,7 +244,7 @@ def remove(path: Path) -> None:
         Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
-class Readers:
+class ReaderPool:
     """A pool of read connections, each lent to one thread at a time. Thread-safe."""
 
     def __init__(self, path: Path, timeout_s: float, cipher: Cipher | None = None) -> None:

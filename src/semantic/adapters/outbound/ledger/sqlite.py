@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from semantic.adapters.outbound.cipher import Cipher
-from semantic.adapters.outbound.ledger.encryption import check_key, from_stored
+from semantic.adapters.outbound.ledger.encryption import from_stored
 from semantic.adapters.outbound.ledger.files import (
     READ_ERRORS,
     Mark,
-    Readers,
-    check_pages,
+    ReaderPool,
     connect,
-    connect_read_only,
     connect_unchanged,
     copy_database,
     has_room,
@@ -34,19 +32,17 @@ from semantic.adapters.outbound.ledger.files import (
     remove,
     sync_file,
 )
+from semantic.adapters.outbound.ledger.opening import check_access, num_backed_up, prepare
 from semantic.adapters.outbound.ledger.rescue import DamagedRows, Rescue, move_aside
 from semantic.adapters.outbound.ledger.schema import (
-    DamagedLedgerError,
     DamagedRowError,
     NewerLedgerError,
     Row,
     Table,
-    check_tables,
     damaged_rows,
     migrate,
     num_logged,
     set_num_logged,
-    version_of,
 )
 from semantic.adapters.outbound.ledger.statements import (
     LedgerReadings,
@@ -67,22 +63,25 @@ _FULL = (
     "the disk is full: the ledger is only read, new turns stay in memory, and are lost if the "
     "server ends. Free some space."
 )
-_LOG_BYTES = 2**24
 _COUNT_LOGGED = "UPDATE facts SET value = value + ? WHERE name = 'num_logged'"
 _COUNT_SYNC = "UPDATE facts SET value = value + 1 WHERE name = 'num_synced'"
 # Errors of the change itself: a retry would fail again.
 _UNSTORABLE = (
-    *(sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError),
-    *(OverflowError, RecursionError),
+    sqlite3.DataError,
+    sqlite3.IntegrityError,
+    sqlite3.InterfaceError,
+    sqlite3.ProgrammingError,
+    OverflowError,
+    RecursionError,
 )
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenLedger:
     """State between `load` and `close`."""
 
     writer: sqlite3.Connection
-    readers: Readers | None = None  # None for a ledger in memory
+    readers: ReaderPool | None = None  # None for a ledger in memory
     inode: int = 0
     is_standby: bool = False  # read-only, because the disk was full at start
     is_synced: bool | None = None
@@ -125,7 +124,7 @@ class SqliteLedger(LedgerReadings):
         self._cipher = cipher
         self._lock = threading.RLock()
         self._backup_lock = threading.Lock()
-        self._opened: _Open | None = None
+        self._opened: _OpenLedger | None = None
 
     @classmethod
     def in_memory(cls) -> Self:
@@ -141,14 +140,7 @@ class SqliteLedger(LedgerReadings):
         return "; ".join(filter(None, (_FULL if is_standby else "", self._damages.problem)))
 
     def load(self) -> LedgerState:
-        """Open the ledger and read the state that a server needs at start.
-
-        If the disk is full, the ledger opens read-only until a write finds room again.
-
-        Raises:
-            CachePersistenceError: the ledger cannot be opened for writing, is locked, or a newer
-                server wrote it. No file was changed.
-        """
+        """Open the ledger; if the disk is full, read-only until a write finds room again."""
         with self._lock:
             if self._is_in_memory:
                 return self._load_memory()
@@ -157,7 +149,7 @@ class SqliteLedger(LedgerReadings):
             self._damages.clear()
             try:
                 self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._check_access()
+                check_access((self._path, *self._backups), self._cipher)
                 return self._load()
             except NewerLedgerError as error:
                 raise CachePersistenceError(
@@ -170,7 +162,6 @@ class SqliteLedger(LedgerReadings):
                 return self._stand_by()
 
     def apply(self, changes: Sequence[LedgerChange], *, is_synced: bool) -> None:
-        """Apply changes in order, in one transaction."""
         num_new = sum(map(is_logged, changes))
         with self._transaction(is_synced=is_synced) as connection:
             for change in changes:
@@ -187,10 +178,7 @@ class SqliteLedger(LedgerReadings):
         return int(self._read("SELECT count(*) FROM turns", (), lambda row: row[0])[0])
 
     def forget_unreachable(self, *, before: float, replays_before: float) -> int:
-        """Remove old turns that no agent reaches, and old replays; returns how many.
-
-        Checks all rows first: a damaged row may no longer link to its ancestors.
-        """
+        # Checks all rows first: a damaged row may no longer link to its ancestors.
         with self._lend() as source:
             damages = damaged_rows(source)
         with self._refusals():
@@ -231,7 +219,7 @@ class SqliteLedger(LedgerReadings):
                 sync_file(self._backup.parent)
             current.num_backed_up = num_changes
 
-    def _copy(self, current: _Open, copy: Path) -> list[DamagedRowError]:
+    def _copy(self, current: _OpenLedger, copy: Path) -> list[DamagedRowError]:
         # Once the file is unlinked, only connections that are already open can read it.
         lend = self._lend if self._is_in_place(current) else self._lend_writer
         with lend() as source:
@@ -243,7 +231,6 @@ class SqliteLedger(LedgerReadings):
         return damages
 
     def close(self) -> None:
-        """Write pending changes and close all connections."""
         with self._lock, self._refusals():
             if self._opened:
                 opened, self._opened = self._opened, None
@@ -285,7 +272,7 @@ class SqliteLedger(LedgerReadings):
             raise lost[0]
 
     @property
-    def _current(self) -> _Open:
+    def _current(self) -> _OpenLedger:
         if self._opened is None:
             raise CachePersistenceError(f"{self._path.name} is not open.")
         return self._opened
@@ -295,7 +282,7 @@ class SqliteLedger(LedgerReadings):
             writer = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
             weakref.finalize(self, writer.close)  # no explicit close needed
             migrate(writer, 0)
-            self._opened = _Open(writer)
+            self._opened = _OpenLedger(writer)
         return read_state(self._opened.writer, "")
 
     def _stand_by(self) -> LedgerState:
@@ -306,23 +293,9 @@ class SqliteLedger(LedgerReadings):
         else:
             reader = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
             migrate(reader, 0)
-        self._opened = _Open(reader, is_standby=True)
+        self._opened = _OpenLedger(reader, is_standby=True)
         with self._refusals():
             return read_state(reader, "")
-
-    def _check_access(self) -> None:
-        """Check version and key without changing any file.
-
-        Raises:
-            NewerLedgerError: a newer server wrote the ledger or, if that is missing, its backup.
-            CachePersistenceError: the key is wrong.
-        """
-        for path in (self._path, *self._backups):
-            if not path.is_file() or not path.stat().st_size:
-                continue
-            with suppress(*READ_ERRORS), closing(connect_unchanged(path, self._cipher)) as found:
-                if version_of(found) and check_key(found):
-                    return  # `_load` handles damage
 
     def _load(self) -> LedgerState:
         problem = ""
@@ -350,7 +323,7 @@ class SqliteLedger(LedgerReadings):
     def _open(self, problem: str) -> LedgerState:
         writer = connect(self._path, self._timeout_s, self._cipher)
         try:
-            self._prepare(writer)
+            prepare(writer, self._path, has_backup=self._has_backup)
             mended = self._mend_at_start(writer)
             lost = self._count_lost(writer, is_restored=bool(problem))
             state = read_state(writer, " ".join(filter(None, (problem, mended, lost))))
@@ -358,9 +331,9 @@ class SqliteLedger(LedgerReadings):
         except BaseException:
             writer.close()
             raise
-        readers = Readers(self._path, self._timeout_s, self._cipher)
+        readers = ReaderPool(self._path, self._timeout_s, self._cipher)
         inode = self._path.stat().st_ino
-        self._opened = _Open(writer, readers, inode, num_logged=number)
+        self._opened = _OpenLedger(writer, readers, inode, num_logged=number)
         self._mark.write(number)
         return state
 
@@ -389,7 +362,7 @@ class SqliteLedger(LedgerReadings):
         """
         found, marked = num_logged(writer), self._mark.read()
         num_lost = marked - found
-        if num_lost > 0 and not is_restored and self._num_backed_up() > found:
+        if num_lost > 0 and not is_restored and self._is_backup_newer(found):
             raise _CutLedgerError(f"it lacked its last {num_lost} changes")
         set_num_logged(writer, max(found, marked))
         if num_lost <= 0:
@@ -399,13 +372,8 @@ class SqliteLedger(LedgerReadings):
             "lost, though they had been written."
         )
 
-    def _num_backed_up(self) -> int:
-        """Logged changes in the backup; 0 if it cannot be read."""
-        try:
-            with closing(connect_read_only(self._backup, self._timeout_s)) as backup:
-                return num_logged(backup)
-        except READ_ERRORS:
-            return 0
+    def _is_backup_newer(self, num_found: int) -> bool:
+        return num_backed_up(self._backup, self._timeout_s) > num_found
 
     def _note_logged(self, number: int) -> None:
         with self._lock:
@@ -413,27 +381,6 @@ class SqliteLedger(LedgerReadings):
             current.num_logged += number
             if not self._is_in_memory:
                 self._mark.write(current.num_logged)
-
-    def _prepare(self, writer: sqlite3.Connection) -> None:
-        """Check the file and migrate it to the latest version."""
-        version = version_of(writer)
-        if version:
-            check_pages(writer)
-        elif self._has_backup:
-            raise DamagedLedgerError("it was empty")
-        else:
-            writer.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        writer.execute("PRAGMA secure_delete = ON")
-        # On macOS, a plain fsync stops at the drive's cache; other systems ignore these pragmas.
-        writer.execute("PRAGMA fullfsync = ON")
-        writer.execute("PRAGMA checkpoint_fullfsync = ON")
-        writer.execute("PRAGMA journal_mode = WAL").fetchone()
-        writer.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}").fetchone()
-        # Runs even if up to date: a failing write shows at start, not at the first turn.
-        migrate(writer, version)
-        check_tables(writer)
-        if not version:
-            sync_file(self._path.parent)
 
     @contextmanager
     def _transaction(self, *, is_synced: bool) -> Iterator[sqlite3.Connection]:
@@ -479,7 +426,7 @@ class SqliteLedger(LedgerReadings):
     def _has_backup(self) -> bool:
         return any(path.exists() for path in self._backups)
 
-    def _is_in_place(self, current: _Open) -> bool:
+    def _is_in_place(self, current: _OpenLedger) -> bool:
         """Whether the open file still has its name; otherwise it is lost once it is closed."""
         if self._is_in_memory:
             return True
