@@ -120,7 +120,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-class Fleet:
+class RayFleet:
     """A head, nodes, and the application on them."""
 
     url = URL
@@ -177,7 +177,7 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def running_fleet(directory: Path, num_nodes: int, settings: dict[str, Any]) -> Iterator[Fleet]:
+def running_fleet(directory: Path, num_nodes: int, settings: dict[str, Any]) -> Iterator[RayFleet]:
     """Start Redis, a head without replicas, nodes with two CPUs each, and `semantic cluster`."""
     config = directory / "cluster.toml"
     config.write_text("".join(f"{name} = {json.dumps(v)}\n" for name, v in settings.items()))
@@ -195,7 +195,7 @@ def running_fleet(directory: Path, num_nodes: int, settings: dict[str, Any]) -> 
             nodes.append(Node(number, directory, 2))
             stack.callback(nodes[-1].kill)
             nodes[-1].await_up()  # two that start at once take the same socket
-        fleet = Fleet(nodes, config)
+        fleet = RayFleet(nodes, config)
         stack.callback(lambda: _end(fleet.driver))
         yield fleet
 
@@ -233,7 +233,7 @@ class Acknowledged:
 
 
 @dataclass
-class Talker:
+class TalkingAgent:
     """An agent's client: says one thing after the other, each until it is acknowledged.
 
     Attributes:
@@ -317,7 +317,7 @@ class Servers(Protocol):
     def logs(self) -> str: ...
 
 
-class Talk:
+class TalkingAgents:
     """Several agents that talk at once."""
 
     def __init__(
@@ -333,14 +333,14 @@ class Talk:
         self._prefix = prefix
         self._began = time.monotonic()
         names = map(f"{prefix}-{{}}".format, range(num_agents))
-        self.talkers = [Talker(fleet.url, name, max_tokens, pause_s) for name in names]
+        self.talkers = [TalkingAgent(fleet.url, name, max_tokens, pause_s) for name in names]
         self._is_over = threading.Event()
         self._threads = [
             threading.Thread(target=one.talk, args=(self._is_over,), daemon=True)
             for one in self.talkers
         ]
 
-    def __enter__(self) -> "Talk":
+    def __enter__(self) -> "TalkingAgents":
         with httpx.Client(base_url=self._fleet.url, trust_env=False, timeout=60) as http:
             for talker in self.talkers:
                 http.post("/v1/agents", json={"id": talker.name}).raise_for_status()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster.rig import Fleet, Talk, require_cluster, running_fleet
+from tests.cluster.rig import RayFleet, TalkingAgents, require_cluster, running_fleet
 from tests.smoke.server_process import serve
 from tests.waiting import eventually
 
@@ -39,7 +39,7 @@ def test_ray_takes_the_manifests_application() -> None:
 
 
 @pytest.fixture(scope="module")
-def fleet(postgres_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(postgres_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayFleet]:
     require_cluster()
     from tests.postgres import new_schema
 
@@ -61,8 +61,8 @@ def fleet(postgres_server: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield made
 
 
-def test_an_agent_stays_with_its_replica(fleet: Fleet) -> None:
-    with Talk(fleet, "home", 9) as talk:
+def test_an_agent_stays_with_its_replica(fleet: RayFleet) -> None:
+    with TalkingAgents(fleet, "home", 9) as talk:
         talk.await_turns(27)
     talk.check()
     assert not talk.failures
@@ -73,9 +73,9 @@ def test_an_agent_stays_with_its_replica(fleet: Fleet) -> None:
     assert all(turn.reuse["hot"] for one in talk.talkers for turn in one.turns[1:])
 
 
-def test_a_replica_is_killed_in_a_stream(fleet: Fleet) -> None:
+def test_a_replica_is_killed_in_a_stream(fleet: RayFleet) -> None:
     before = set(fleet.replicas())
-    with Talk(fleet, "one", 1, LONG) as talk:
+    with TalkingAgents(fleet, "one", 1, LONG) as talk:
         talk.await_turns(3)
         victim = talk.await_stream()
         os.kill(victim, signal.SIGKILL)
@@ -87,9 +87,9 @@ def test_a_replica_is_killed_in_a_stream(fleet: Fleet) -> None:
     talk.check()
 
 
-def test_its_node_is_killed(fleet: Fleet) -> None:
+def test_its_node_is_killed(fleet: RayFleet) -> None:
     before = set(fleet.replicas())
-    with Talk(fleet, "node", 4, LONG) as talk:
+    with TalkingAgents(fleet, "node", 4, LONG) as talk:
         talk.await_turns(8)
         node = fleet.node_of(talk.await_stream())
         victims = set(node.replicas())
@@ -101,13 +101,13 @@ def test_its_node_is_killed(fleet: Fleet) -> None:
     talk.check()
 
 
-def test_replicas_come_and_go_with_the_load(fleet: Fleet) -> None:
-    with Talk(fleet, "load", 24) as talk:
+def test_replicas_come_and_go_with_the_load(fleet: RayFleet) -> None:
+    with TalkingAgents(fleet, "load", 24) as talk:
         assert eventually(lambda: len(fleet.replicas()) == 4, 120), talk.told()
         talk.await_turns(24)
     began = time.monotonic()
     many = set(fleet.replicas())
-    with Talk(fleet, "calm", 8, LONG) as calm:  # on all four, until one is to stop
+    with TalkingAgents(fleet, "calm", 8, LONG) as calm:  # on all four, until one is to stop
         assert eventually(lambda: len(fleet.replicas()) == 3, 120), calm.told()
     sys.stdout.write(f"\n4 to 3 replicas after {time.monotonic() - began:.0f} s\n")
     assert not talk.failures + calm.failures
@@ -117,8 +117,8 @@ def test_replicas_come_and_go_with_the_load(fleet: Fleet) -> None:
     calm.check()
 
 
-def test_streams_end_before_the_cluster_stops(fleet: Fleet, tmp_path: Path) -> None:
-    with Talk(fleet, "last", 6, 2 * LONG) as talk:
+def test_streams_end_before_the_cluster_stops(fleet: RayFleet, tmp_path: Path) -> None:
+    with TalkingAgents(fleet, "last", 6, 2 * LONG) as talk:
         talk.await_turns(6)
         talk.let_end()
         time.sleep(1)  # who was about to say something has said it
@@ -143,13 +143,13 @@ def test_streams_end_before_the_cluster_stops(fleet: Fleet, tmp_path: Path) -> N
             assert turns[1]["id"] == one.turns[-1].turn
 
 
-def test_the_head_is_killed_and_comes_back(fleet: Fleet) -> None:
+def test_the_head_is_killed_and_comes_back(fleet: RayFleet) -> None:
     if fleet.driver.poll() is not None:  # the test before stopped it
         fleet.run_command()
     fleet.await_replicas(3)
     before = fleet.replicas()
     # A node that does not start within thirty seconds gives up, whatever else the machine does.
-    with Talk(fleet, "head", 6, 50, pause_s=0.5) as talk:
+    with TalkingAgents(fleet, "head", 6, 50, pause_s=0.5) as talk:
         talk.await_turns(6)
         fleet.head.kill()
         talk.await_turns(18)  # while it is gone

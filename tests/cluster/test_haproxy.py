@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from semantic.domain.blocks import pack_tokens
-from tests.cluster.rig import WORDS, Talk, answering, served_by
+from tests.cluster.rig import WORDS, TalkingAgents, answering, served_by
 from tests.smoke.server_process import ServerProcess, serve
 from tests.waiting import await_that, eventually
 
@@ -31,7 +31,7 @@ UPLOADED = """WITH RECURSIVE chain AS (
 
 
 @dataclass
-class Pair:
+class ProxiedServers:
     """Two servers and the proxy before them."""
 
     url: str
@@ -48,7 +48,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tmp_path: Path, database_url: str) -> Iterator[Pair]:
+def pair(tmp_path: Path, database_url: str) -> Iterator[ProxiedServers]:
     haproxy = shutil.which("haproxy")
     if haproxy is None:
         pytest.skip("there is no haproxy: apt-get install haproxy")
@@ -79,7 +79,7 @@ def pair(tmp_path: Path, database_url: str) -> Iterator[Pair]:
         proxy = subprocess.Popen(command, pass_fds=[listener.fileno()])  # noqa: S603 - the proxy
         stack.callback(proxy.wait)
         stack.callback(proxy.kill)
-        made = Pair(f"http://127.0.0.1:{listener.getsockname()[1]}", servers)
+        made = ProxiedServers(f"http://127.0.0.1:{listener.getsockname()[1]}", servers)
         made.await_replicas(2)
         yield made
 
@@ -92,7 +92,9 @@ def num_uploaded(database_url: str, beginning: str) -> int:
     return int(row[0]) if row else 0
 
 
-def test_agents_stay_with_a_server_and_go_on_without_it(pair: Pair, database_url: str) -> None:
+def test_agents_stay_with_a_server_and_go_on_without_it(
+    pair: ProxiedServers, database_url: str
+) -> None:
     body = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 8}
     homes = []
     with httpx.Client(base_url=pair.url, trust_env=False, timeout=60) as http:
@@ -105,7 +107,7 @@ def test_agents_stay_with_a_server_and_go_on_without_it(pair: Pair, database_url
     assert [len(home) for home in homes] == [1] * 9
     assert set[int]().union(*homes) == before
 
-    with Talk(pair, "plain", 1, SHORT) as talk:
+    with TalkingAgents(pair, "plain", 1, SHORT) as talk:
         talk.await_turns(3)
         (talker,) = talk.talkers
         talker.max_tokens = ENDLESS

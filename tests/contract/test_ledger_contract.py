@@ -297,7 +297,7 @@ def test_a_missing_or_newer_database_is_reported(database_url: str) -> None:
     ledger.load()
     with ledger.transaction() as connection:
         connection.execute("INSERT INTO versions VALUES (99)")
-    with pytest.raises(CachePersistenceError, match="newer Semantic"):
+    with pytest.raises(CachePersistenceError, match="newer version of Semantic"):
         ledger.load()
     ledger.close()
     with pytest.raises(CachePersistenceError, match="database"):

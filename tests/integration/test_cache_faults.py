@@ -246,7 +246,7 @@ def test_a_ledger_locked_by_another_program_is_refused_and_the_directory_release
     with contextlib.closing(sqlite3.connect(home / "cache" / "ledger.db")) as other:
         other.execute("PRAGMA locking_mode = EXCLUSIVE")
         other.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(CachePersistenceError, match="locked by another program"):
+        with pytest.raises(CachePersistenceError, match="another program has locked"):
             bootstrap(make_settings(home))
     with run_server(make_settings(home)) as running:
         assert len(running.server.memory.agents.agents("local")) == 1
@@ -479,7 +479,7 @@ async def test_an_agent_that_is_created_before_a_model_is_loaded_is_kept(
         assert (await http.post("/v1/agents", json={"id": "early"})).status_code == 201
     assert server.memory.close(60)
     again = bootstrap(settings)
-    assert again.memory.agents.find("local", "early") is not None
+    assert again.memory.agents.find_agent("local", "early") is not None
     assert again.memory.close(60)
 
 

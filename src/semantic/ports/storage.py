@@ -337,7 +337,7 @@ class AgentTablePort(Protocol):
     def is_shared(self) -> bool:
         """Whether other processes use the same agents."""
 
-    def find(self, tenant: str, agent_id: str) -> Agent | None:
+    def find_agent(self, tenant: str, agent_id: str) -> Agent | None:
         """Return an agent; None if it does not exist."""
 
     def of_tenant(self, tenant: str) -> list[Agent]:

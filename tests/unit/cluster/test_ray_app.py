@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from semantic.cluster.entrypoints.ray_app import (
+    AutoscalingTargets,
     Replica,
-    Targets,
     agent_key,
     key_of_argument,
     replicas_wanted,
@@ -58,7 +58,7 @@ class Numbers:
 
     total_num_requests: float
     aggregated_metrics: Mapping[str, Mapping[Any, float]]
-    config: Targets = field(default_factory=Config)
+    config: AutoscalingTargets = field(default_factory=Config)
 
 
 @pytest.mark.parametrize(

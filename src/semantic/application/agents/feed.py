@@ -187,7 +187,7 @@ class EventFeed:
         with self._lock:
             if len(self._readers) >= self._max_readers:
                 raise OverloadedError(
-                    "too many clients are watching already; try again later.", retry_after_s=30
+                    "too many clients are subscribed to events; try again later.", retry_after_s=30
                 )
             self._readers.append(subscription)
         return subscription

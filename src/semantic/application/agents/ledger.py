@@ -51,7 +51,7 @@ class AgentsInMemory:
         self._lock = threading.Lock()
         self._agents = {(agent.tenant, agent.id): agent for agent in agents}
 
-    def find(self, tenant: str, agent_id: str) -> Agent | None:
+    def find_agent(self, tenant: str, agent_id: str) -> Agent | None:
         with self._lock:
             return self._agents.get((tenant, agent_id))
 
@@ -154,14 +154,14 @@ class AgentLedger:
         Raises:
             AgentNotFoundError: the tenant has no agent with this id.
         """
-        agent = self._agents.find(tenant, agent_id)
+        agent = self._agents.find_agent(tenant, agent_id)
         if agent is None:
             raise AgentNotFoundError(f"there is no agent {agent_id!r}.")
         return agent
 
-    def find(self, tenant: str, agent_id: str) -> Agent | None:
+    def find_agent(self, tenant: str, agent_id: str) -> Agent | None:
         """Return an agent; None if it does not exist."""
-        return self._agents.find(tenant, agent_id)
+        return self._agents.find_agent(tenant, agent_id)
 
     def create(self, agent: Agent, turns: Sequence[Turn] = ()) -> Agent:
         """Add an agent, and the turns that lead to its head if the ledger lacks them.
@@ -171,7 +171,7 @@ class AgentLedger:
             QuotaExceededError: the agent and its turns exceed the tenant's disk quota.
         """
         with self._changes:
-            if self.find(agent.tenant, agent.id) is not None:
+            if self.find_agent(agent.tenant, agent.id) is not None:
                 raise ConflictError(f"agent {agent.id!r} already exists.", param="id")
             logged = [PutTurn(agent.tenant, turn) for turn in turns]
             self.check_storage(agent.tenant, PutAgent(agent), *logged)
@@ -208,7 +208,7 @@ class AgentLedger:
             if turn_id is not None:
                 source = self._rewound(source, turn_id)
             for new_id in new_ids:
-                if self.find(tenant, new_id) is not None or new_ids.count(new_id) > 1:
+                if self.find_agent(tenant, new_id) is not None or new_ids.count(new_id) > 1:
                     raise ConflictError(f"agent {new_id!r} already exists.", param="ids")
             now = self._now()
             made = [source.fork(new_id, at=now) for new_id in new_ids]
@@ -313,7 +313,7 @@ class AgentLedger:
         """
         limit = agent.quota.max_turns
         if limit is not None and agent.num_turns >= limit:
-            raise QuotaExceededError(f"agent {agent.id} has used all of its {limit} turns.")
+            raise QuotaExceededError(f"agent {agent.id} has reached its limit of {limit} turns.")
 
     def check_storage(self, tenant: str, *new: StoredRow, old: StoredRow | None = None) -> None:
         """Check that a tenant's disk quota, if any, allows storing `new` in place of `old`.
@@ -355,7 +355,7 @@ class AgentLedger:
                 agent = self.get(tenant, agent_id)
                 parent = self._named(agent, finished.continuation)
                 return self._append(agent, agent, finished, (parent, agent.num_turns))
-            before = self.find(tenant, agent_id)
+            before = self.find_agent(tenant, agent_id)
             agent = before or fork or self._new(tenant, agent_id, is_anonymous=is_anonymous)
             continued = self.log.continued(agent, finished.prompt)
             try:
@@ -434,7 +434,7 @@ class AgentLedger:
 
     def _named(self, agent: Agent, continuation: Continuation) -> Turn | None:
         if agent.head != continuation.turn_id:
-            raise ConflictError(f"agent {agent.id!r} moved to another turn meanwhile.")
+            raise ConflictError(f"another request moved agent {agent.id!r} to another turn.")
         return self.turn(agent.tenant, agent.head) if agent.head else None
 
 

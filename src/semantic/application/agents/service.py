@@ -262,5 +262,5 @@ def _read_cursor(cursor: str, query: AgentQuery) -> tuple[float | str, str]:
     except (ValueError, TypeError, RecursionError):
         pass
     raise InvalidRequestError(
-        "this is not a cursor of this listing; send the `next` of a page.", param="after"
+        "the cursor is not from this listing; send the `next` of a page.", param="after"
     )

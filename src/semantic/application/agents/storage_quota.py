@@ -88,9 +88,9 @@ class StorageQuota:
         if used + max(grown, 1) <= limit or (old is not None and grown <= 0):
             return
         raise QuotaExceededError(
-            f"this tenant stores {used / _MB:.1f} MB of agents and turns, and its disk quota is "
-            f"{limit / _MB:.1f} MB. Delete agents (their turns go with the next garbage "
-            "collection), or raise disk_quota_mb."
+            f"this tenant stores {used / _MB:.1f} MB of agents and turns; its disk quota is "
+            f"{limit / _MB:.1f} MB. Delete agents (the next garbage collection deletes their "
+            "turns), or raise disk_quota_mb."
         )
 
     def add(self, tenant: str, new: StoredRow, old: StoredRow | None = None) -> None:

@@ -126,7 +126,7 @@ class AgentTransfer:
         if payload is not None:
             return payload
         if part is None or self._disk is None:
-            raise CacheCorruptionError(f"block {node.name.short} is gone")
+            raise CacheCorruptionError(f"block {node.name.short} was evicted")
         return self._disk.read(part).result()
 
     # -- import ---------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class AgentTransfer:
             is_messages_only, is_trusted = True, False
         known = arrival.head.agent
         known = known.with_id(new_id) if new_id else known
-        if self._agents.find(principal.tenant, known.id) is not None:
+        if self._agents.find_agent(principal.tenant, known.id) is not None:
             raise ConflictError(f"agent {known.id!r} already exists.", param="id")
         logged = (PutTurn(principal.tenant, turn) for turn in arrival.turns)
         self._agents.check_storage(principal.tenant, PutAgent(known), *logged)
@@ -275,7 +275,7 @@ def _require_same_model(head: ExportHead, model: LoadedModel) -> None:
             rest = model.kv_format
             reason = f"the file's {describe_change((head.abi, rest), (served[1], rest))}"
         raise InvalidRequestError(
-            f"{reason} Import what was said alone, with messages_only=true.",
+            f"{reason} To import only the messages, set messages_only=true.",
             param="messages_only",
         )
 

@@ -169,8 +169,8 @@ class TurnLog:
         else:
             return
         raise CachePersistenceError(
-            f"the change is made in memory, but is not on disk yet: {why} The server writes it as "
-            "soon as the disk allows; /health shows the problem.",
+            f"the change is in memory, but not on disk yet: {why} The server keeps retrying; "
+            "/health shows the problem.",
             retry_after_s=5,
         )
 
@@ -338,7 +338,7 @@ class PastTurns:
     def __init__(self, log: TurnLog) -> None:
         self._log = log
 
-    def find(self, request_id: str, principal: Principal) -> PastTurn | None:
+    def find_turn(self, request_id: str, principal: Principal) -> PastTurn | None:
         """Return the turn a request created; None if it is unknown or has no stored text."""
         turn = self._turn(request_id, principal)
         if turn is None:
@@ -355,7 +355,7 @@ class PastTurns:
             is_whole=len(messages) == turn.num_messages,
         )
 
-    def forget(self, request_id: str, principal: Principal) -> bool:
+    def forget_text(self, request_id: str, principal: Principal) -> bool:
         """Remove the messages and tokens of a turn; returns False if it has none.
 
         The turn's place in the history and its KV cache stay.

@@ -92,7 +92,7 @@ class Upkeep:
         failed = [
             f"upkeep: {name}{f' of agent {key[1]}' if key else ''} failed: {reason}"
             for (name, key), reason in tuple(self._failures.items())
-            if key is None or self._agents.find(*key)
+            if key is None or self._agents.find_agent(*key)
         ]
         told = failed[:_MAX_TOLD]
         if len(failed) > len(told):

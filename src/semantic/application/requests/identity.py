@@ -303,7 +303,7 @@ class Identities:
     def _following(self, tenant: str, turn_id: str, claim: Claim) -> Identity | None:
         """Return an idle agent with this turn as its head, else a fork of one that had it."""
         turn = self._agents.turn(tenant, turn_id)
-        owner = self._agents.find(tenant, turn.agent_id) if turn else None
+        owner = self._agents.find_agent(tenant, turn.agent_id) if turn else None
         owners = (owner,) if owner else ()
         if owner and owner.head == turn_id and claim.acquire(owner.id):
             return Identity(owner.id, owner.is_anonymous)  # the common case needs no search
@@ -353,7 +353,7 @@ class Identities:
         may change it.
         """
         tenant, _ = key
-        found = {agent_id: self._agents.find(tenant, agent_id) for agent_id in turns}
+        found = {agent_id: self._agents.find_agent(tenant, agent_id) for agent_id in turns}
         self._forget(key, [agent_id for agent_id, agent in found.items() if agent is None])
         present = sorted(
             (agent for agent in found.values() if agent is not None),

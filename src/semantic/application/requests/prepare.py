@@ -106,7 +106,7 @@ class Preparation:
         identity = self._identities.identify(
             principal.tenant, request.agent, prompt.tokens, prompt.num_head, claim
         )
-        agent = identity.fork or self._agents.find(principal.tenant, identity.agent_id)
+        agent = identity.fork or self._agents.find_agent(principal.tenant, identity.agent_id)
         max_kept = self._max_kept(agent, len(prompt.tokens), model) if agent else None
         visible, shape = _shape(request, prompt, model)
         max_tokens = self._max_tokens(request, len(prompt.tokens), model)

@@ -52,12 +52,10 @@ class ObjectBlocks:
         self._store = store
 
     def put(self, key: PartKey, content: memoryview) -> None:
-        """Write an object, unless it exists."""
-        with _refusal("written"), contextlib.suppress(AlreadyExistsError):
+        with _refusal("write"), contextlib.suppress(AlreadyExistsError):
             obstore.put(self._store, _path(key), bytes(content), mode="create")
 
     def get(self, key: PartKey) -> memoryview:
-        """Read an object."""
         with _refusal("read"):
             try:
                 return memoryview(obstore.get(self._store, _path(key)).bytes().to_bytes())
@@ -65,8 +63,7 @@ class ObjectBlocks:
                 raise CacheCorruptionError("the object is missing") from error
 
     def delete(self, key: PartKey) -> None:
-        """Remove an object; ignores a missing one."""
-        with _refusal("deleted"), contextlib.suppress(FileNotFoundError):
+        with _refusal("delete"), contextlib.suppress(FileNotFoundError):
             obstore.delete(self._store, _path(key))
 
     def older_than(self, age_s: float) -> Iterator[list[PartKey]]:
@@ -74,7 +71,7 @@ class ObjectBlocks:
 
         Writes a small object to read that clock.
         """
-        with _refusal("listed"):
+        with _refusal("list"):
             obstore.put(self._store, _CLOCK, b"")
             now = obstore.head(self._store, _CLOCK)["last_modified"]
             before = now - datetime.timedelta(seconds=age_s)
@@ -105,4 +102,4 @@ def _refusal(verb: str) -> Iterator[None]:
     except AlreadyExistsError:
         raise
     except (BaseError, OSError) as error:
-        raise CachePersistenceError(f"an object could not be {verb}: {error}") from error
+        raise CachePersistenceError(f"could not {verb} an object: {error}") from error

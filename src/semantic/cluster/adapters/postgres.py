@@ -195,25 +195,21 @@ class PostgresLedger(LedgerReadings):
     # -- leases ---------------------------------------------------------------------------------
 
     def acquire(self, tenant: str, agent_id: str, *, ttl_s: float) -> int | None:
-        """Lease an agent; returns the epoch, or None if another process holds the lease."""
         with self.transaction(is_synced=False) as connection:
             row = connection.execute(_ACQUIRE, (tenant, agent_id, ttl_s)).fetchone()
             return int(row[0]) if row else None
 
     def renew(self, tenant: str, agent_id: str, epoch: int, *, ttl_s: float) -> bool:
-        """Extend a lease; returns False if it was released or taken over."""
         with self.transaction(is_synced=False) as connection:
             return connection.execute(_RENEW, (ttl_s, tenant, agent_id, epoch)).rowcount > 0
 
     def release(self, tenant: str, agent_id: str, epoch: int) -> None:
-        """End a lease."""
         with self.transaction(is_synced=False) as connection:
             connection.execute(_END_LEASE, (tenant, agent_id, epoch))
 
     # -- upkeep ---------------------------------------------------------------------------------
 
     def forget_unreachable(self, *, before: float, replays_before: float) -> int:
-        """Remove old turns that no agent reaches, and old replays; returns how many."""
         with self.transaction(is_synced=False) as connection:
             turns = _execute(connection, _FORGET_TURNS, (before,))
             replays = connection.execute("DELETE FROM replays WHERE at < %s", (replays_before,))
@@ -224,7 +220,6 @@ class PostgresLedger(LedgerReadings):
         self._index.back_up()
 
     def close(self) -> None:
-        """Close the connection pool and the local index."""
         self._is_closed.set()
         self._pool.close(timeout=_TIMEOUT_S)
         self._index.close()
@@ -251,7 +246,9 @@ class PostgresLedger(LedgerReadings):
                             if origin != self._origin:
                                 on_moved(tenant, agent, turn)
             except psycopg.Error as error:
-                _log.warning("notifications from other servers are interrupted: %s", error)
+                _log.warning(
+                    "notifications from other servers are interrupted; reconnecting: %s", error
+                )
                 self._is_closed.wait(_RETRY_S)
 
     def _announce(self, connection: Connection, changes: Sequence[LedgerChange]) -> None:
@@ -283,7 +280,7 @@ class PostgresLedger(LedgerReadings):
         except (psycopg.DataError, psycopg.IntegrityError) as error:
             raise ValueError(f"a change cannot be stored: {error}") from error
         except (psycopg.Error, PoolTimeout, DamagedLedgerError) as error:
-            raise CachePersistenceError(f"the database does not answer: {error}") from error
+            raise CachePersistenceError(f"the database does not respond: {error}") from error
 
 
 def _channel(connection: Connection) -> str:
@@ -304,8 +301,8 @@ def _migrate(connection: Connection) -> None:
     version = int(row[0]) if row else 0
     if version > len(MIGRATIONS):
         raise CachePersistenceError(
-            f"the database was written by a newer Semantic (format {version}, this one knows "
-            f"{len(MIGRATIONS)}). Upgrade, or choose another database_url."
+            f"a newer version of Semantic wrote the database (format {version}; this version "
+            f"supports {len(MIGRATIONS)}). Upgrade, or choose another database_url."
         )
     for number, script in enumerate(MIGRATIONS[version:], start=version + 1):
         connection.execute(script)
@@ -324,7 +321,7 @@ def _make_change(connection: Connection, change: LedgerChange) -> None:
         case AdvanceHead():
             _advance(connection, change)
         case PutPart() | DropPart() | TouchParts() | MarkIndexWhole():
-            raise AssertionError(f"{change} is of the index")
+            raise AssertionError(f"{change} belongs to the index")
         case _:
             statement, row, table = shared_change(change)
             _execute(connection, statement, with_checksum(table, row) if table else row)
@@ -346,11 +343,11 @@ def _advance(connection: Connection, change: AdvanceHead) -> None:
     if change.epoch is not None:
         ended = connection.execute(_END_LEASE, (agent.tenant, agent.id, change.epoch))
         if not ended.rowcount:
-            raise ConflictError(f"agent {agent.id!r} was taken over meanwhile.")
+            raise ConflictError(f"another server took over the lease of agent {agent.id!r}.")
     row = _timed_row(agent)
     if before is None:
         moved = connection.execute(_PUT_AGENT + "NOTHING", row)
     else:
         moved = connection.execute(_ADVANCE, (*row[2:], agent.tenant, agent.id, before.head))
     if not moved.rowcount:
-        raise ConflictError(f"agent {agent.id!r} moved to another turn meanwhile.")
+        raise ConflictError(f"another request moved agent {agent.id!r} to another turn.")

@@ -51,8 +51,8 @@ def share_of(spec: ModelCacheSpec, num_ranks: int) -> ModelCacheSpec:
     if any(_is_indivisible(layer, num_ranks) for layer in spec.layers):
         heads = ", ".join(str(n) for n in sorted({layer.num_kv_heads for layer in spec.layers}))
         raise InvalidRequestError(
-            f"{spec.model_type} cannot be divided into {num_ranks} shards: its layers have "
-            f"{heads} heads of keys and values. Choose a number that divides them.",
+            f"{spec.model_type} cannot be split into {num_ranks} shards: its layers have "
+            f"{heads} KV heads. Choose a number that divides them.",
             param="shards",
         )
     return _with_heads(spec, lambda heads: heads // num_ranks)
@@ -94,16 +94,13 @@ class ShardedBackend(DoneTickets):
 
     @property
     def spec(self) -> ModelCacheSpec:
-        """Geometry of the whole model's KV cache."""
         return self._spec
 
     @property
     def traits(self) -> Traits:
-        """Properties of the backend that the engine depends on."""
         return self._traits
 
     def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
-        """Open a sequence."""
         self._all("open", seq, tuple(tokens))
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
@@ -116,7 +113,6 @@ class ShardedBackend(DoneTickets):
         self._last.pop(seq, None)
 
     def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
-        """Open a sequence with another sequence's first tokens."""
         return bool(self._all("fork", src, dst, num_tokens)[0])
 
     def launch(self, step: Step) -> Ticket:
@@ -140,7 +136,6 @@ class ShardedBackend(DoneTickets):
         return sums
 
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
-        """Fetch each rank's share."""
         shares: list[KVPayload] = self._all("save", seq, start, end, kind)
         buffers = tuple(
             replace(buffer, name=f"{rank}.{buffer.name}")
@@ -153,7 +148,6 @@ class ShardedBackend(DoneTickets):
         """Do nothing: this backend defers no work."""
 
     def truncate(self, seq: SequenceId, num_tokens: int) -> int:
-        """Truncate a sequence."""
         length = int(self._all("truncate", seq, num_tokens)[0])
         self._last.pop(seq, None)
         return length
@@ -172,7 +166,6 @@ class ShardedBackend(DoneTickets):
         return sum(self._bytes[length] for length in lengths)
 
     def memory(self) -> int:
-        """Return the bytes that all ranks hold."""
         return 0 if self._lost else sum(self._all("memory"))
 
     def device_memory(self) -> DeviceMemory | None:
@@ -180,7 +173,6 @@ class ShardedBackend(DoneTickets):
         return None
 
     def shutdown(self) -> None:
-        """Terminate the ranks."""
         with contextlib.suppress(DeviceLostError):
             self._all("shutdown")
         self._lost = "the model was shut down."
@@ -204,7 +196,7 @@ class ShardedBackend(DoneTickets):
                 link.send((name, args))
             answers = self._answers()
         except _GONE as error:
-            raise self._lose("one of them has ended") from error
+            raise self._lose("a shard process exited") from error
         errors = [answer for answer in answers if isinstance(answer, Exception)]
         if len({type(error) for error in errors}) > 1 or 0 < len(errors) < len(answers):
             raise self._lose(f"they disagree: {errors[0]}") from errors[0]

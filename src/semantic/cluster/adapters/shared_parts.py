@@ -97,7 +97,6 @@ class SharedParts:
         self._ledger = ledger
 
     def revive(self, key: PartKey) -> bool | None:
-        """Mark a part as used; False if it is being deleted, None if it is unknown."""
         name, kind = key
         with self._ledger.transaction(is_synced=False) as connection:
             if connection.execute(_REVIVE, (name, kind.value)).rowcount:
@@ -106,12 +105,10 @@ class SharedParts:
             return False if connection.execute(query, (name, kind.value)).fetchone() else None
 
     def add(self, part: BlockPart) -> bool:
-        """Add a part whose object exists; returns False if the part is being deleted."""
         with self._ledger.transaction(is_synced=False) as connection:
             return connection.execute(_ADD, part_row(part)[:-1]).rowcount > 0
 
     def follow(self, root: BlockName, tokens: bytes) -> list[BlockPart]:
-        """Find the parts of all blocks that a prompt begins with, in one query."""
         with self._ledger.transaction(is_synced=False) as connection:
             rows = connection.execute(_FOLLOW, {"root": root, "tokens": tokens}).fetchall()
             parts = read_parts(rows)
@@ -120,7 +117,6 @@ class SharedParts:
             return parts
 
     def lose(self, key: PartKey) -> None:
-        """Mark a part deleted whose object is missing or damaged, so that it can be rewritten."""
         name, kind = key
         query = (
             "UPDATE parts SET deleted_at = clock_timestamp() "
@@ -152,11 +148,6 @@ class SharedParts:
             connection.execute(_MARK, (unused_s,))
 
     def condemn(self, *, grace_s: float) -> list[tuple[PartKey, int]]:
-        """Mark parts deleted that were dead for `grace_s`.
-
-        Returns all parts whose objects must be removed, with their sizes in bytes. These include
-        parts that a crashed collector left behind.
-        """
         with self._ledger.transaction() as connection:
             connection.execute(_CONDEMN, (grace_s,))
             query = "SELECT name, kind, nbytes FROM parts WHERE deleted_at IS NOT NULL"
@@ -164,7 +155,6 @@ class SharedParts:
         return [((BlockName(name), _KINDS[kind]), nbytes) for name, kind, nbytes in rows]
 
     def condemn_unknown(self, keys: Sequence[PartKey]) -> list[PartKey]:
-        """Mark parts deleted that have an object but no row; returns them."""
         with self._ledger.transaction() as connection:
             return [
                 (name, kind)
@@ -173,6 +163,5 @@ class SharedParts:
             ]
 
     def forget(self, *, grace_s: float) -> None:
-        """Remove the rows of parts that were deleted for `grace_s`."""
         with self._ledger.transaction() as connection:
             connection.execute(_FORGET, (grace_s,))

@@ -35,7 +35,7 @@ class AgentLeases:
             epoch = self._port.acquire(tenant, agent_id, ttl_s=self._ttl_s)
             if epoch is not None:
                 lease = Lease(tenant, agent_id, epoch)
-                self._hold(lease)
+                self._keep_renewed(lease)
                 return lease
             if time.monotonic() >= end:
                 return None
@@ -63,14 +63,12 @@ class AgentLeases:
             self.release(lease)
 
     def release(self, lease: Lease) -> None:
-        """Release a lease; returns at once, and a background thread informs the ledger."""
         with self._lock:
             self._held.discard(lease)
         if not self._is_closed.is_set():
             self._releases.submit(self._release, lease)
 
     def close(self) -> None:
-        """Stop renewing and release all leases; waits until they are released."""
         self._is_closed.set()
         with self._lock:
             left, self._held = self._held, set()
@@ -78,7 +76,7 @@ class AgentLeases:
             self._releases.submit(self._release, lease)
         self._releases.shutdown()
 
-    def _hold(self, lease: Lease) -> None:
+    def _keep_renewed(self, lease: Lease) -> None:
         with self._lock:
             if self._renewer is None:
                 renewer = threading.Thread(
@@ -94,7 +92,7 @@ class AgentLeases:
                 held = tuple(self._held)
             for lease in held:
                 if not self._is_renewed(lease):
-                    _log.warning("agent %s was taken over by another server", lease.agent_id)
+                    _log.warning("another server took over the lease of agent %s", lease.agent_id)
                     with self._lock:
                         self._held.discard(lease)
 
@@ -107,7 +105,7 @@ class AgentLeases:
                 lease.tenant, lease.agent_id, lease.epoch, ttl_s=self._ttl_s
             )
         except CachePersistenceError as error:
-            _log.warning("a lease could not be renewed: %s", error.message)
+            _log.warning("could not renew a lease: %s", error.message)
             return True  # retried in the next round
         with self._lock:
             return is_renewed or lease not in self._held
@@ -116,4 +114,4 @@ class AgentLeases:
         try:
             self._port.release(lease.tenant, lease.agent_id, lease.epoch)
         except CachePersistenceError as error:
-            _log.warning("a lease could not be released, and runs out: %s", error.message)
+            _log.warning("could not release a lease; it expires on its own: %s", error.message)

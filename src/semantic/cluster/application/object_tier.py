@@ -60,10 +60,6 @@ class ObjectTier:
         self.problem = ""
 
     def offer(self, part: BlockPart, on_end: Callable[[BlockPart], None]) -> None:
-        """Queue the upload of a part from its file; `on_end` is called after a successful upload.
-
-        The part is skipped if the queue is full or closed: an upload is only an optimization.
-        """
         with self._lock:
             if self._is_closed or self._num_waiting >= _MAX_WAITING:
                 return
@@ -71,22 +67,20 @@ class ObjectTier:
             self._uploads.submit(self._upload, part, on_end)  # `close` waits for the lock
 
     def read(self, part: BlockPart) -> Future[KVPayload]:
-        """Download a part; the future may fail with `CacheCorruptionError` or `DrainingError`."""
         return read_by(self._downloads, self._read, part)
 
     def follow(self, root: BlockName, tokens: bytes) -> list[BlockPart]:
-        """Look up uploaded parts of a prompt; empty if the database does not answer."""
         try:
             return self._index.follow(root, tokens)
         except CachePersistenceError as error:
-            _log.warning("blocks of other servers cannot be looked up now: %s", error.message)
+            _log.warning("could not look up blocks of other servers: %s", error.message)
             return []
 
     def publish(self, part: BlockPart) -> bool:
         """Upload a part and add it to the index; False if the part is being deleted there.
 
         Raises:
-            CachePersistenceError: the store or the database does not answer.
+            CachePersistenceError: the store or the database does not respond.
             CacheCorruptionError: the part's file is missing or has the wrong size.
         """
         return all(self.steps(part))
@@ -104,13 +98,6 @@ class ObjectTier:
             yield self._index.add(part)
 
     def collect(self, *, unused_s: float) -> int:
-        """Delete objects that no agent reaches; returns the bytes freed.
-
-        Does nothing while another server collects.
-
-        Raises:
-            CachePersistenceError: the store or the database does not answer.
-        """
         with self._index.sole_collector() as is_sole:
             return sum(self.collection(unused_s=unused_s)) if is_sole else 0
 
@@ -129,7 +116,6 @@ class ObjectTier:
         self._index.forget(grace_s=self._grace_s)
 
     def close(self, timeout_s: float) -> None:
-        """Stop downloads, and wait up to `timeout_s` seconds for queued uploads."""
         with self._lock:
             self._is_closed = True
         self._downloads.shutdown(wait=False)  # queued reads end with `DrainingError`
@@ -147,11 +133,11 @@ class ObjectTier:
             self.problem = ""
         except CachePersistenceError as error:
             self.problem = error.message
-            _log.warning("a block could not be uploaded: %s", error.message)
+            _log.warning("could not upload a block: %s", error.message)
         except CacheCorruptionError:
             pass  # its file was evicted before the upload started
         except Exception:  # noqa: BLE001 - other uploads must continue
-            _log.exception("a block could not be uploaded")
+            _log.exception("could not upload a block")
         finally:
             with self._lock:
                 self._num_waiting -= 1

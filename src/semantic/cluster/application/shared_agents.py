@@ -23,7 +23,7 @@ class SharedAgents:
         self._lock = threading.Lock()
         self._seen: OrderedDict[tuple[str, str], Agent] = OrderedDict()
 
-    def find(self, tenant: str, agent_id: str) -> Agent | None:
+    def find_agent(self, tenant: str, agent_id: str) -> Agent | None:
         agent = self._ledger.agent(tenant, agent_id)
         if agent is not None:
             self._note(agent)

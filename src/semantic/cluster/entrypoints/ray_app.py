@@ -51,8 +51,14 @@ _QUEUES = 2  # batches per replica, the running one included, before others are 
 _AGENT_PATH = re.compile(r"(?:/v1)?/agents/([^/]+)")
 # Headers that identify the agent, else the client's thread or session, in this order.
 _AGENT_HEADERS = (
-    *("x-agent-id", "x-claude-code-agent-id", "thread-id", "thread_id"),
-    *("x-claude-code-session-id", "session-id", "session_id", "x-session-affinity"),
+    "x-agent-id",
+    "x-claude-code-agent-id",
+    "thread-id",
+    "thread_id",
+    "x-claude-code-session-id",
+    "session-id",
+    "session_id",
+    "x-session-affinity",
 )
 
 
@@ -81,7 +87,6 @@ class Replica:
 
     @property
     def server(self) -> Server:
-        """The wired server of this replica."""
         return self._server
 
     async def check_health(self) -> None:
@@ -112,8 +117,6 @@ class ReplicaHeader:
         self._name = f"{socket.gethostname()}/{os.getpid()}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application and add the header to its response."""
-
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-served-by"] = self._name
@@ -178,7 +181,7 @@ def key_of_argument(argument: object) -> str | None:
     return agent_key(scope["path"], scope["headers"]) if scope else None
 
 
-class Targets(Protocol):
+class AutoscalingTargets(Protocol):
     """The part of Ray's autoscaling configuration that `replicas_wanted` reads."""
 
     def get_target_ongoing_requests(self) -> float:
@@ -190,7 +193,7 @@ class ReplicaLoad(Protocol):
 
     total_num_requests: float
     aggregated_metrics: Mapping[str, Mapping[Any, float]]
-    config: Targets
+    config: AutoscalingTargets
 
 
 def replicas_wanted(load: ReplicaLoad) -> tuple[int, dict[str, Any]]:
@@ -249,8 +252,8 @@ def build(options: Mapping[str, Any]) -> Any:
 def _checked(settings: Settings) -> Settings:
     if settings.store != "shared":
         raise InvalidRequestError(
-            "replicas share their agents: semantic cluster needs store = shared, with "
-            "database_url and objects_url",
+            "replicas share their agents: semantic cluster needs store = shared, database_url and "
+            "objects_url",
             param="store",
         )
     return settings
@@ -286,7 +289,7 @@ def run_cluster(settings: Settings) -> int:
         ray.init(settings.ray_address or "local", **_quiet(settings.ray_address))
     except ConnectionError as error:
         raise InvalidRequestError(
-            f"no Ray answers at {settings.ray_address}: {error}", param="ray_address"
+            f"no Ray cluster responds at {settings.ray_address}: {error}", param="ray_address"
         ) from error
     http = {"host": settings.host, "port": settings.port, "keep_alive_timeout_s": 60}
     if settings.tls_cert and settings.tls_key:
@@ -300,7 +303,7 @@ def run_cluster(settings: Settings) -> int:
     sys.stdout.write(f"listening: {url}\nready: {settings.replicas} replicas of {settings.model}\n")
     sys.stdout.flush()
     is_over.wait()
-    sys.stdout.write("stopping: replies may end; a second signal ends them\n")
+    sys.stdout.write("stopping: running replies finish; a second signal stops them at once\n")
     sys.stdout.flush()
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, signal.default_int_handler)

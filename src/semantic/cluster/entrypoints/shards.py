@@ -71,7 +71,6 @@ class Order:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks."""
         return len(self.addresses)
 
 
@@ -173,18 +172,18 @@ class _Ranks:
         deadline = time.monotonic() + _JOIN_S
         while time.monotonic() < deadline:
             if any(process.poll() is not None for process in self._processes):
-                raise BackendError("a shard's process ended before it joined; see its message")
+                raise BackendError("a shard process exited before it joined; see its output")
             if (joined := listener.accept(_POLL_S)) is not None:
                 link, host = joined
                 self._links.append(link)
                 return host
-        raise BackendError(f"not all shards have joined in {_JOIN_S:g} s")
+        raise BackendError(f"not all shards joined within {_JOIN_S:g} s")
 
     def _await_loaded(self, link: Connection) -> None:
         try:
             answer = link.recv()
         except (EOFError, OSError):
-            raise BackendError("a shard ended while it loaded the model") from None
+            raise BackendError("a shard process exited while it loaded the model") from None
         if isinstance(answer, Exception):
             raise answer
 
@@ -263,7 +262,7 @@ class RankListener:
                 answer_challenge(link, self._key)
             except (AuthenticationError, EOFError, OSError) as error:
                 _log.warning(
-                    "a connection that does not know shard_key was refused",
+                    "refused a connection that does not know shard_key",
                     host=host,
                     error=str(error),
                 )
@@ -300,7 +299,7 @@ def join(address: str) -> int:
     except AuthenticationError:
         raise InvalidRequestError(f"{_KEY} is not the server's key", param="shard_key") from None
     except (EOFError, OSError) as error:
-        raise BackendError(f"no server takes shards at {address}: {error}") from None
+        raise BackendError(f"no server accepts shards at {address}: {error}") from None
     try:
         backend = _load_share(order)
     except Exception as error:  # noqa: BLE001 - the server reports it

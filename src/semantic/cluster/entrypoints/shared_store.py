@@ -72,6 +72,6 @@ class ClusterStore:
             try:
                 hear(tenant, agent_id, turn_id)
             except CachePersistenceError as error:
-                _log.warning("notifications from another server were missed", problem=error.message)
+                _log.warning("missed notifications from another server", problem=error.message)
 
         self._database.listen(on_moved)

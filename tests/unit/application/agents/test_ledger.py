@@ -320,7 +320,7 @@ def test_looking_up_an_agent_never_waits_for_the_disk(
             assert ledger.is_read.wait(60)
             looks: list[Callable[[], object]] = [
                 lambda: the_agent(agents),
-                lambda: agents.find("local", "a"),
+                lambda: agents.find_agent("local", "a"),
                 lambda: agents.agents("local"),
                 agents.recent,
                 agents.principal,
@@ -385,8 +385,8 @@ def test_a_tenant_keeps_its_salt(agents: AgentLedger, ledger: SqliteLedger) -> N
 
 def test_agents_belong_to_their_tenant(agents: AgentLedger) -> None:
     agents.create(Agent("a", 1.0, tenant="team"))
-    assert agents.find("local", "a") is None
+    assert agents.find_agent("local", "a") is None
     with pytest.raises(AgentNotFoundError):
         agents.delete("local", "a")
     assert agents.delete("team", "a").id == "a"
-    assert agents.find("team", "a") is None
+    assert agents.find_agent("team", "a") is None

@@ -92,7 +92,7 @@ CHANGES: dict[str, Callable[[Rig], object]] = {
     "delete": lambda rig: rig.service.delete(OWNER, "ann"),
     "delete again": delete_again,
     "import": import_file,
-    "forget a response": lambda rig: rig.past.forget("1", OWNER),
+    "forget a response": lambda rig: rig.past.forget_text("1", OWNER),
 }
 
 
@@ -151,7 +151,7 @@ def test_a_change_that_is_not_written_is_refused_and_stays_in_memory(
     rig = make_rig(agents)
     with pytest.raises(CachePersistenceError, match=words):
         rig.service.delete(OWNER, "ann")
-    assert agents.find("local", "ann") is None
+    assert agents.find_agent("local", "ann") is None
 
 
 def test_forks_are_written_in_one_change() -> None:

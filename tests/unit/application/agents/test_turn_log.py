@@ -49,14 +49,14 @@ def commit(
 
 def found(agents: AgentLedger, name: str) -> tuple[Message, ...] | None:
     """What is found of a turn."""
-    past = PastTurns(agents.log).find(name, OWNER)
+    past = PastTurns(agents.log).find_turn(name, OWNER)
     return past.messages if past else None
 
 
 def test_a_turn_holds_the_whole_conversation_without_instructions(agents: AgentLedger) -> None:
     commit(agents, "1", (INSTRUCTION, *SAID[:2]))
     commit(agents, "2", (INSTRUCTION, *SAID[:4]))
-    past = PastTurns(agents.log).find("2", OWNER)
+    past = PastTurns(agents.log).find_turn("2", OWNER)
     assert past is not None
     assert (past.messages, past.reply, past.turn_id) == (SAID[:4], SAID[3], turn_id("2"))
     assert past.is_whole
@@ -67,10 +67,10 @@ def test_other_tenants_and_unknown_turns_are_not_found(is_written: bool) -> None
     agents = agents_of(write=None if is_written else lambda *_: Future())
     commit(agents, "1", SAID[:2])
     turns = PastTurns(agents.log)
-    assert turns.find("2", OWNER) is None
-    assert turns.find("1", OTHER) is None
-    assert not turns.forget("1", OTHER)
-    assert turns.find("1", OWNER) is not None
+    assert turns.find_turn("2", OWNER) is None
+    assert turns.find_turn("1", OTHER) is None
+    assert not turns.forget_text("1", OTHER)
+    assert turns.find_turn("1", OWNER) is not None
 
 
 def test_a_turn_whose_oldest_messages_were_dropped_is_found(agents: AgentLedger) -> None:
@@ -85,10 +85,10 @@ def test_text_that_is_forgotten_is_missing_in_what_followed(agents: AgentLedger)
     commit(agents, "1", SAID[:2])
     commit(agents, "2", SAID[:4])
     turns = PastTurns(agents.log)
-    assert turns.forget("1", OWNER)
-    assert not turns.forget("1", OWNER)
+    assert turns.forget_text("1", OWNER)
+    assert not turns.forget_text("1", OWNER)
     assert found(agents, "1") is None
-    after = turns.find("2", OWNER)
+    after = turns.find_turn("2", OWNER)
     assert after is not None
     assert (after.reply, after.is_whole) == (SAID[3], False)
 
@@ -98,7 +98,7 @@ def test_text_that_is_forgotten_before_it_is_written_stays_so() -> None:
     writer = LateWriter(ledger)
     agents = agents_of(ledger, writer)
     commit(agents, "1", SAID[:2])
-    assert PastTurns(agents.log).forget("1", OWNER)
+    assert PastTurns(agents.log).forget_text("1", OWNER)
     while writer.num_waiting:
         writer.write(1)
         assert found(agents, "1") is None

@@ -252,7 +252,7 @@ class ResponsesApi:
             await run.cancel()
         is_dropped = self._book.forget(response_id)
         name = response_id.removeprefix(PREFIX)
-        is_removed = await asyncio.to_thread(self._turns.forget, name, self._principal())
+        is_removed = await asyncio.to_thread(self._turns.forget_text, name, self._principal())
         if not is_dropped and not is_removed:
             return _missing(response_id)
         deleted: DeletedResponse = {"id": response_id, "object": "response", "deleted": True}
@@ -317,7 +317,7 @@ class ResponsesApi:
 
     async def _past(self, response_id: str) -> PastTurn | None:
         name = response_id.removeprefix(PREFIX)
-        return await asyncio.to_thread(self._turns.find, name, self._principal())
+        return await asyncio.to_thread(self._turns.find_turn, name, self._principal())
 
 
 def _shown(body: Any) -> dict[int | str, dict[str, Any]]:

@@ -95,13 +95,13 @@ def _check_presence(cipher: Cipher | None, value: object) -> None:
     has_cipher_text = isinstance(value, bytes) and is_encrypted(value)
     if has_cipher_text and cipher is None:
         raise CachePersistenceError(
-            "the cache is encrypted: give its key with encryption_key_file or "
+            "the cache is encrypted: set its key with encryption_key_file or "
             "encryption_key_command, or choose another --cache-dir. Nothing was changed."
         )
     if not has_cipher_text and cipher is not None:
         raise CachePersistenceError(
-            "the cache is not encrypted, and a key was given: choose a new --cache-dir (agents can "
-            "be exported and imported), or leave the key out. Nothing was changed."
+            "the cache is not encrypted, but a key is set: choose a new --cache-dir (export the "
+            "agents and import them there), or remove the key. Nothing was changed."
         )
 
 

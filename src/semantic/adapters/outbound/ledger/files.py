@@ -27,7 +27,9 @@ _RETRY_AFTER_S = 1.0
 _ROOM_BYTES = 2**18  # for the write-ahead log's index and some pages
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _UNWRITABLE = (
-    *(sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM),
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PERM,
     sqlite3.SQLITE_AUTH,
 )
 READ_ERRORS = (sqlite3.Error, DamagedLedgerError)
@@ -77,14 +79,14 @@ def refusal(path: Path | str, error: Exception) -> CachePersistenceError:
     """
     if isinstance(error, DamagedRowError):
         return CachePersistenceError(
-            f"{error}, and no backup has it. Rewind the agent to an earlier turn; a restart of the "
-            "server does so too."
+            f"{error}, and no backup has it. Rewind the agent to an earlier turn, or restart the "
+            "server to have it rewound."
         )
     code = primary_code(error) if isinstance(error, sqlite3.Error) else None
     if code in _LOCKED:
         return CachePersistenceError(
-            f"{path} is locked by another program. Close what has it open, for instance a "
-            "database browser, and try again.",
+            f"another program has locked {path}. Close that program, for instance a database "
+            "browser, and try again.",
             retry_after_s=_RETRY_AFTER_S,
         )
     if code == sqlite3.SQLITE_FULL:
@@ -93,13 +95,14 @@ def refusal(path: Path | str, error: Exception) -> CachePersistenceError:
         )
     if code in _UNWRITABLE or isinstance(error, OSError):
         return CachePersistenceError(
-            f"{path} cannot be opened for writing: {_reason(error)}. Let it and its directory "
-            "belong to whoever runs the server, or choose another --cache-dir."
+            f"{path} cannot be opened for writing: {_reason(error)}. Make the user that "
+            "runs the server the owner of the file and its directory, or choose another "
+            "--cache-dir."
         )
     if code in _DAMAGED or (code is None and is_damage(error)):
         return CachePersistenceError(
-            f"{path} is damaged: {_reason(error)}. Restart the server: it then restores what can "
-            "be read, and the rest from the backup."
+            f"{path} is damaged: {_reason(error)}. Restart the server: it restores what it can "
+            "read, and the rest from the backup."
         )
     return CachePersistenceError(f"{path} cannot be used: {_reason(error)}.")
 

@@ -142,8 +142,19 @@ AGENTS = Table("agents", ("tenant", "id", "head", "last_used", "body", "crc"), 2
 TURNS = Table(
     "turns",
     (
-        *("id", "tenant", "parent", "agent", "num_tokens", "created_at"),
-        *("root", "block", "pointer_tokens", "is_durable", "tokens", "body", "crc"),
+        "id",
+        "tenant",
+        "parent",
+        "agent",
+        "num_tokens",
+        "created_at",
+        "root",
+        "block",
+        "pointer_tokens",
+        "is_durable",
+        "tokens",
+        "body",
+        "crc",
     ),
     2,
     (10, 11),
@@ -198,7 +209,7 @@ def version_of(connection: sqlite3.Connection) -> int:
     if application != APPLICATION_ID and (num_tables or version):
         raise DamagedLedgerError("it is not a ledger")
     if version > latest_version():
-        raise NewerLedgerError(f"format {version}, this one knows {latest_version()}")
+        raise NewerLedgerError(f"format {version}; this version supports {latest_version()}")
     return int(version)
 
 
@@ -235,9 +246,16 @@ def turn_row(tenant: str, turn: Turn) -> Row:
     pointer = turn.pointer
     place = (pointer.root, pointer.block, pointer.num_tokens) if pointer else (None, None, None)
     return (
-        *(turn.id, tenant, turn.parent, turn.agent_id),
-        *(turn.num_tokens, float(turn.created_at), *place, int(turn.is_durable)),
-        *(pack_tokens(turn.tokens), body),
+        turn.id,
+        tenant,
+        turn.parent,
+        turn.agent_id,
+        turn.num_tokens,
+        float(turn.created_at),
+        *place,
+        int(turn.is_durable),
+        pack_tokens(turn.tokens),
+        body,
     )
 
 
@@ -269,8 +287,14 @@ def read_pointer(row: Row) -> Pointer:
 def part_row(part: BlockPart) -> Row:
     """Convert a block part to a row."""
     return (
-        *(part.name, part.kind.value, part.root, part.parent),
-        *(part.start, part.tokens, part.nbytes, float(part.last_used)),
+        part.name,
+        part.kind.value,
+        part.root,
+        part.parent,
+        part.start,
+        part.tokens,
+        part.nbytes,
+        float(part.last_used),
     )
 
 
@@ -282,8 +306,14 @@ def read_parts(rows: Iterable[Row]) -> list[BlockPart]:
     try:
         return [
             BlockPart(
-                *(BlockName(root), BlockName(name), BlockName(parent), _KINDS[kind]),
-                *(start, tokens, nbytes, last_used),
+                root=BlockName(root),
+                name=BlockName(name),
+                parent=BlockName(parent),
+                kind=_KINDS[kind],
+                start=start,
+                tokens=tokens,
+                nbytes=nbytes,
+                last_used=last_used,
             )
             for name, kind, root, parent, start, tokens, nbytes, last_used in rows
         ]

@@ -60,8 +60,8 @@ LEDGER_FILE, MARK_FILE = "ledger.db", "ledger.mark"
 BACKUP_FILES = ("ledger.backup.db", "ledger.backup-2.db")  # newest first
 _TIMEOUT_S = 5.0
 _FULL = (
-    "the disk is full: the ledger is only read, new turns stay in memory, and are lost if the "
-    "server ends. Free some space."
+    "the disk is full: the ledger is read-only; new turns stay in memory, and are lost when the "
+    "server stops. Free some space."
 )
 _COUNT_LOGGED = "UPDATE facts SET value = value + ? WHERE name = 'num_logged'"
 _COUNT_SYNC = "UPDATE facts SET value = value + 1 WHERE name = 'num_synced'"
@@ -90,7 +90,7 @@ class _OpenLedger:
     num_logged: int = 0
 
 
-class _CutLedgerError(Exception):
+class _TruncatedLedgerError(Exception):
     """The ledger has fewer logged changes than its backup."""
 
 
@@ -153,7 +153,7 @@ class SqliteLedger(LedgerReadings):
                 return self._load()
             except NewerLedgerError as error:
                 raise CachePersistenceError(
-                    f"{self._path} was written by a newer Semantic ({error}). Upgrade, or choose "
+                    f"a newer version of Semantic wrote {self._path} ({error}). Upgrade, or choose "
                     "another --cache-dir."
                 ) from error
             except (*READ_ERRORS, OSError) as error:
@@ -308,8 +308,8 @@ class SqliteLedger(LedgerReadings):
                 problem = self._rescue.total_loss()
         try:
             return self._open(problem)
-        except _CutLedgerError as error:
-            problem = self._restore(f"was cut ({error})", is_backup_newer=True)
+        except _TruncatedLedgerError as error:
+            problem = self._restore(f"was truncated ({error})", is_backup_newer=True)
         except READ_ERRORS as error:
             if not is_damage(error):
                 raise
@@ -358,18 +358,18 @@ class SqliteLedger(LedgerReadings):
         """Compare the ledger with its mark; returns a message about lost changes.
 
         Raises:
-            _CutLedgerError: the backup has more logged changes than the ledger.
+            _TruncatedLedgerError: the backup has more logged changes than the ledger.
         """
         found, marked = num_logged(writer), self._mark.read()
         num_lost = marked - found
         if num_lost > 0 and not is_restored and self._is_backup_newer(found):
-            raise _CutLedgerError(f"it lacked its last {num_lost} changes")
+            raise _TruncatedLedgerError(f"its last {num_lost} changes are missing")
         set_num_logged(writer, max(found, marked))
         if num_lost <= 0:
             return ""
         return (
-            f"{self._path.name}: up to {num_lost} of the latest changes to agents and turns were "
-            "lost, though they had been written."
+            f"{self._path.name}: up to {num_lost} of the latest changes to agents and turns are "
+            "lost, although they were written."
         )
 
     def _is_backup_newer(self, num_found: int) -> bool:
@@ -392,8 +392,8 @@ class SqliteLedger(LedgerReadings):
                 raise CachePersistenceError(_FULL, retry_after_s=1.0)
             if not self._is_in_place(current):
                 raise CachePersistenceError(
-                    f"{self._path.name} was removed or replaced while the server runs. Restart it; "
-                    "it then continues from the backup."
+                    f"{self._path.name} was removed or replaced while the server was running. "
+                    "Restart the server to continue from the backup."
                 )
             connection = current.writer
             if current.is_synced != is_synced:

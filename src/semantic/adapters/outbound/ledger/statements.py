@@ -122,21 +122,17 @@ class LedgerReadings(ABC):
         """
 
     def tenant(self, tenant_id: str) -> Tenant | None:
-        """Read a tenant; None if there is none of that id."""
         query = TENANTS.select("WHERE id = ?")
         return _first(self._read(query, (tenant_id,), lambda row: Tenant(*row), TENANTS))
 
     def agent(self, tenant: str, agent_id: str) -> Agent | None:
-        """Read an agent; None if the tenant has none of that id."""
         query = AGENTS.select("WHERE tenant = ? AND id = ?")
         return _first(self._read(query, (tenant, agent_id), read_agent, AGENTS))
 
     def agents(self, tenant: str) -> tuple[Agent, ...]:
-        """Read all agents of a tenant."""
         return tuple(self._read(AGENTS.select("WHERE tenant = ?"), (tenant,), read_agent, AGENTS))
 
     def stored_bytes(self, tenant: str) -> int:
-        """Count the bytes of a tenant's agents and turns, including overhead per row."""
         num_bytes = self._NUM_BYTES.format
         sizes = {AGENTS: num_bytes("body"), TURNS: f"{num_bytes('body')} + {num_bytes('tokens')}"}
         total = 0
@@ -147,7 +143,6 @@ class LedgerReadings(ABC):
         return total
 
     def size_of(self, *changes: PutAgent | PutTurn) -> int:
-        """Count the bytes that changes will occupy, including overhead per row."""
         total = 0
         for change in changes:
             if isinstance(change, PutAgent):
@@ -158,19 +153,16 @@ class LedgerReadings(ABC):
         return total
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
-        """Read one turn; None if the tenant has none of that id."""
         query = TURNS.select("WHERE id = ? AND tenant = ?")
         return _first(self._read(query, (turn_id, tenant), read_turn, TURNS))
 
     def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
-        """Read a turn's length and pointer without its messages and tokens."""
         query = (
             "SELECT num_tokens, root, block, pointer_tokens FROM turns WHERE id = ? AND tenant = ?"
         )
         return _first(self._read(query, (turn_id, tenant), _read_place))
 
     def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
-        """Read `head` and its ancestors, latest first, at most `limit` turns."""
         if limit <= 0:
             return ()
         query = _WALK + TURNS.select("WHERE tenant = ? AND id IN (SELECT id FROM walk LIMIT ?)")
@@ -180,17 +172,14 @@ class LedgerReadings(ABC):
         return tuple(turns[turn_id] for turn_id in log)
 
     def ancestry(self, tenant: str, head: str, *, until: str = "") -> tuple[str, ...]:
-        """Read the ids of `head` and its ancestors, latest first, down to `until`."""
         query = " ".join((_WALK, "SELECT id, parent FROM walk"))
         rows = self._read(query, (head, tenant, tenant, until), tuple[str, str | None])
         return tuple(_in_order(head, dict(rows)))
 
     def pointers(self) -> tuple[Pointer, ...]:
-        """Read the pointers of all turns that are reachable from an agent's head."""
         return tuple(self._read(_POINTERS, (), read_pointer))
 
     def replay(self, tenant: str, key: bytes) -> tuple[int, ...] | None:
-        """Read the token ids of a recorded reply; None if there is none."""
         query = REPLAYS.select("WHERE tenant = ? AND key = ?")
         return _first(self._read(query, (tenant, key), lambda row: unpack_tokens(row[2]), REPLAYS))
 
@@ -279,7 +268,7 @@ def make_change(connection: sqlite3.Connection, change: LedgerChange) -> None:
             key = (agent.tenant, agent.id)
             query = "SELECT head FROM agents WHERE tenant = ? AND id = ?"
             if connection.execute(query, key).fetchone() != (before and (before.head,)):
-                raise ConflictError(f"agent {agent.id!r} moved to another turn meanwhile.")
+                raise ConflictError(f"another request moved agent {agent.id!r} to another turn.")
             make_change(connection, PutAgent(agent))
         case _:
             statement, row, table = shared_change(change)

@@ -343,7 +343,7 @@ def test_what_a_cut_log_lost_comes_from_a_newer_backup(directory: Path, tmp_path
         assert agent_of("n", "n37", 38) in state.agents
         assert len(ledger.turns("local", "n37", limit=99)) == 38
         assert {agent.id for agent in state.agents} == {*AGENTS, "n"}
-        assert state.problem.startswith("ledger.db was cut (it lacked its last ")
+        assert state.problem.startswith("ledger.db was truncated (its last ")
         assert "up to 4 of the latest changes" in state.problem
         assert ledger.load().problem == ""
 
