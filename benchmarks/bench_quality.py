@@ -26,7 +26,7 @@ from benchmarks.report import Report, run
 from benchmarks.starter import starter_directory
 from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.backends.sampler import Logits
-from semantic.adapters.outbound.backends.torch.attention import Span
+from semantic.adapters.outbound.backends.torch.attention import ChunkSpan
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import DType, TorchOptions
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
@@ -56,7 +56,7 @@ class ListeningBackend(TorchBackend):
 
     heard: Logits
 
-    def _forward(self, spans: Sequence[Span]) -> Logits:
+    def _forward(self, spans: Sequence[ChunkSpan]) -> Logits:
         self.heard = super()._forward(spans)
         return self.heard
 

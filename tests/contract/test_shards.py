@@ -168,5 +168,5 @@ def test_what_cannot_be_divided_is_refused(tiny_model: GetModel) -> None:
 
 def test_a_share_that_cannot_be_loaded_gives_the_reason(tiny_model: GetModel) -> None:
     model = tiny_model("gpt-oss")
-    with pytest.raises(InvalidRequestError, match="gpt_oss cannot be sharded: the library"):
+    with pytest.raises(InvalidRequestError, match="cannot shard gpt_oss: transformers"):
         sharded(model, "torch")

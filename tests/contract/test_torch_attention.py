@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from semantic.adapters.outbound.backends.torch.attention import (
-    Span,
+    ChunkSpan,
     TorchSequence,
     packed_attention,
 )
@@ -25,7 +25,7 @@ def _sequence(num_computed: int, capacity: int) -> TorchSequence:
 
 
 def _by_formula(
-    query: torch.Tensor, span: Span, window: int | None, sinks: torch.Tensor | None
+    query: torch.Tensor, span: ChunkSpan, window: int | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """What a span's queries attend to, ``[tokens, heads, dim]``."""
     groups = NUM_HEADS // NUM_KV_HEADS
@@ -50,12 +50,12 @@ def _by_formula(
 def test_attention_is_the_formulas(window: int | None, has_sinks: bool) -> None:
     """In all sizes at once: whole prompts, chunks after few and many keys, single tokens."""
     torch.manual_seed(0)
-    spans: list[Span] = []
+    spans: list[ChunkSpan] = []
     offset = 0
     for num_computed, num_new in ((0, 90), (7, 5), (2100, 70), (2100, 3), (30, 1), (2500, 1)):
         chunk = Chunk(SequenceId(len(spans)), num_computed, (0,) * num_new)
         sequence = _sequence(num_computed, num_computed + num_new + 4)
-        spans.append(Span(chunk, sequence, (0,) * num_new, offset))
+        spans.append(ChunkSpan(chunk, sequence, (0,) * num_new, offset))
         spans[-1].make_views()
         offset += num_new
     query = torch.randn(1, NUM_HEADS, offset, DIM)

@@ -14,8 +14,8 @@ from semantic.adapters.outbound.backends.torch.cpu import (
     RefinedHead,
     RMSNorm,
     Weights,
+    reduce_rounding,
     replace_norms,
-    round_less,
     speed_up,
 )
 from tests.contract.driver import prompt
@@ -124,7 +124,7 @@ def test_the_residual_stream_is_float32_where_only_our_norms_read_it(
     tiny_model: GetModel, family: str
 ) -> None:
     model = load(tiny_model(family).directory)
-    round_less(model)
+    reduce_rounding(model)
     expected = torch.float32 if family in WIDENED else torch.bfloat16
     assert inputs_of_last_norm(model) == [expected]
 
@@ -133,7 +133,7 @@ def test_many_layers_are_closer_to_float32_than_the_librarys(tmp_path: Path) -> 
     sizes = {**SIZES, "num_hidden_layers": 24, "initializer_range": 0.1}
     write_weights(tmp_path, LlamaConfig(**sizes))
     library, ours = load(tmp_path), load(tmp_path)
-    round_less(ours)
+    reduce_rounding(ours)
     tokens = prompt(200)
     expected = logits(exact(library, tmp_path), tokens)
     theirs, less = (float((logits(m, tokens) - expected).norm()) for m in (library, ours))
@@ -164,7 +164,7 @@ def test_a_head_is_refined_where_the_embedding_keeps_its_weights(
 ) -> None:
     write_weights(tmp_path, LlamaConfig(**SIZES, tie_word_embeddings=is_tied))
     model = load(tmp_path)
-    round_less(model)
+    reduce_rounding(model)
     assert isinstance(model.lm_head, RefinedHead) == is_tied
 
 

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import (
     TorchOptions,
+    bypass_hooks,
     choose_device,
     choose_dtype,
     choose_threads,
     pick_dtype,
-    shorten_calls,
 )
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute, ComputeHint
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.contract
 
 def test_the_dtype_is_measured_unless_given() -> None:
     cpu = torch.device("cpu")
-    assert choose_dtype("float32", cpu) == (torch.float32, "it was asked for")
+    assert choose_dtype("float32", cpu) == (torch.float32, "requested")
     dtype, reason = choose_dtype("auto", cpu)
     assert dtype is torch.float32 or HAS_BFLOAT16
     assert "times as fast as" in reason
@@ -54,7 +54,7 @@ def test_a_measured_dtype_is_kept_for_the_same_device() -> None:
             (1.0, 1.25),
             ("float32", "bfloat16"),
             "float32",
-            "stored KV cache has it; measured 0.8 times as fast as bfloat16",
+            "the stored KV cache has this format; measured 0.8 times as fast as bfloat16",
         ),
         ((1.0, 1.2), ("float16",), "bfloat16", "measured 1.2 times as fast as float32"),
         ((90.0, 1.0), ("bfloat16",), "float32", "measured 90.0 times as fast as bfloat16"),
@@ -70,7 +70,7 @@ def test_the_dtype_of_stored_state_is_preferred_unless_it_is_much_slower(
 def test_a_backend_reports_how_it_computes(tiny_model: GetModel) -> None:
     model = tiny_model("llama")
     backend = TorchBackend(model.directory, model.spec, TorchOptions("float32", num_threads=1))
-    assert backend.traits.compute == Compute("cpu", "float32", 1, "PyTorch", "it was asked for")
+    assert backend.traits.compute == Compute("cpu", "float32", 1, "PyTorch", "requested")
 
 
 def test_threads_are_the_process_own_cores_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,13 +121,13 @@ def test_a_model_whose_modules_are_called_directly_computes_the_same(
     tokens = torch.tensor([prompt(40)])
     with torch.inference_mode():
         expected = model(tokens).logits
-        shorten_calls(model)
+        bypass_hooks(model)
         assert torch.equal(model(tokens).logits, expected)
 
 
 def test_a_child_replaced_later_is_the_one_called() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    shorten_calls(model)
+    bypass_hooks(model)
     model[0] = nn.Identity()
     assert list(model.children()) == [model[0]]
     assert torch.equal(model(torch.ones(2)), torch.ones(2))
@@ -135,6 +135,6 @@ def test_a_child_replaced_later_is_the_one_called() -> None:
 
 def test_a_forward_set_on_a_module_is_the_one_called() -> None:
     model = nn.Identity()
-    shorten_calls(model)
+    bypass_hooks(model)
     model.forward = torch.neg  # type: ignore[method-assign]
     assert torch.equal(model(torch.ones(2)), -torch.ones(2))

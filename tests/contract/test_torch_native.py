@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from semantic.adapters.outbound.backends.torch.attention import Span, TorchSequence
+from semantic.adapters.outbound.backends.torch.attention import ChunkSpan, TorchSequence
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.cpu import Weights
 from semantic.adapters.outbound.backends.torch.grouped import (
@@ -200,7 +200,7 @@ def _logits(model: Any, spec: ModelCacheSpec, tokens: tuple[int, ...]) -> torch.
     layer, sequence = spec.layers[0], TorchSequence(list(tokens))
     size = (spec.num_layers, layer.num_kv_heads, len(tokens), layer.key_dim)
     sequence.keys, sequence.values = torch.empty(size), torch.empty(size)
-    span = Span(Chunk(SequenceId(0), 0, tokens), sequence, tokens, 0)
+    span = ChunkSpan(Chunk(SequenceId(0), 0, tokens), sequence, tokens, 0)
     span.make_views()
     places = torch.arange(len(tokens))
     inputs = {"input_ids": torch.tensor([tokens]), "position_ids": places[None], "spans": [span]}
@@ -298,7 +298,9 @@ def test_a_variant_of_another_machine_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_variant_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="'sse2' is none of auto, off, avx512vnni"):
+    with pytest.raises(
+        InvalidRequestError, match=r"must be auto, off, avx512vnni, .* or scalar; got 'sse2'"
+    ):
         NativeBuild(tmp_path / "native", "sse2")
 
 

@@ -244,7 +244,7 @@ def test_doctor_looks_at_everything(run: Run, url: str, tmp_path: Path) -> None:
     assert names <= by_name.keys()
     assert by_name["port"]["found"].endswith(": fake, ready")
     if (kernels := by_name.get("CPU kernels")) is not None:  # not where mlx runs models
-        assert "several times slower: it is switched off" in kernels["found"]
+        assert "several times slower: the setting native is off" in kernels["found"]
     assert not [one for one in found if one["level"] == "bad"]
 
 

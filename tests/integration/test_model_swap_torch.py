@@ -68,7 +68,11 @@ def swap(http: httpx.Client, model: str) -> httpx.Response:
     "model, status, reason",
     [
         ("cut", 400, "cut could not be loaded.*damaged or incomplete.*one is served again"),
-        ("odd", 400, "does not know its model_type 'odd'. Take .* knows it; one is served again"),
+        (
+            "odd",
+            400,
+            "does not support model_type 'odd'. Use .* of transformers; one is served again",
+        ),
         ("huge", 400, "huge does not fit"),
         ("/nowhere/at/all", 404, "there is no model"),
         ("org/unknown", 404, "downloading it from Hugging Face failed"),

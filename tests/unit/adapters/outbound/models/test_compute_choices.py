@@ -25,7 +25,7 @@ def test_a_choice_is_kept_across_starts(file: Path) -> None:
 
 
 def test_each_model_has_its_own(file: Path) -> None:
-    other = Compute("cpu", "bfloat16", 2, "PyTorch", "it was asked for")
+    other = Compute("cpu", "bfloat16", 2, "PyTorch", "requested")
     ComputeChoices(file, BASIS).keep("model", MEASURED)
     ComputeChoices(file, BASIS).keep("other", other)
     assert ComputeChoices(file, BASIS).recall("model") == MEASURED

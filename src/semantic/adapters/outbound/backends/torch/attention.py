@@ -56,7 +56,7 @@ class TorchSequence:
 
 
 @dataclass(slots=True)
-class Span:
+class ChunkSpan:
     """A chunk's tokens and their place in the packed row.
 
     Attributes:
@@ -110,7 +110,7 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    spans: Sequence[Span],
+    spans: Sequence[ChunkSpan],
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend within each span's own sequence; the library calls this once per layer."""

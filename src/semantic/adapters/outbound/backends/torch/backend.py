@@ -28,7 +28,7 @@ from semantic.adapters.outbound.backends.common import (
 from semantic.adapters.outbound.backends.pinned import shared_memory
 from semantic.adapters.outbound.backends.sampler import Logits, sample
 from semantic.adapters.outbound.backends.torch import loading as torch_loading
-from semantic.adapters.outbound.backends.torch.attention import Span, TorchSequence
+from semantic.adapters.outbound.backends.torch.attention import ChunkSpan, TorchSequence
 from semantic.adapters.outbound.backends.torch.copies import DeviceCopies
 from semantic.adapters.outbound.backends.torch.decoding import Decoder
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
@@ -57,7 +57,7 @@ _MAX_DRAFT = 16
 _COLLECTED_AFTER, _COLLECTED_BYTES = 12_000, 4096
 _GROWTH = 256  # a sequence's buffers grow by this many tokens
 _LARGE_BYTES = 2 * 2**20  # larger buffers get separate (huge) pages
-_MOST_OFF = 2e-3  # largest relative difference between decoder and model
+_MAX_DIFFERENCE = 2e-3  # largest relative difference between decoder and model
 
 _log = structlog.get_logger()
 
@@ -89,7 +89,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
         traits = Traits(0, abi, self._dtype.itemsize * 8, compute, _MAX_DRAFT)
         super().__init__(spec, traits, TorchSequence)
         self._copies: DeviceCopies | None = None
-        self._held: list[Sequence[KVPayload]] = []
+        self._in_transfer: list[Sequence[KVPayload]] = []
         if self._device.type == "cuda":
             self._pin(options.pinned_bytes)
         self._check_model()
@@ -108,18 +108,17 @@ class TorchBackend(EagerBackend[TorchSequence]):
         host_memory.use_device_memory(None if memory is None else memory.allocate)
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
-        """Append KV cache from payloads."""
         sequence, by_kind = self._sequences[seq], self._sort_parts(seq, parts, end)
         contents = [(part, self._arrays(part)) for part in (*by_kind.full, *by_kind.window)]
         self._grow(sequence, end)
         if self._device.type != "cpu":
-            self._held.append(parts)  # the device still reads them
+            self._in_transfer.append(parts)  # the device still reads them
         try:
             for part, (keys, values) in contents:
                 self._put(sequence.keys, keys, part, end)
                 self._put(sequence.values, values, part, end)
         except RuntimeError as error:
-            raise BackendError(f"state was not copied to the device: {error}") from error
+            raise BackendError(f"copying KV cache to the device failed: {error}") from error
         if end > sequence.length:
             sequence.length, sequence.last_sampled = end, None
             sequence.window_start = end
@@ -127,20 +126,19 @@ class TorchBackend(EagerBackend[TorchSequence]):
             sequence.window_start = by_kind.window[0].start
 
     def launch(self, step: Step) -> Ticket:
-        """Compute a step synchronously."""
         if self._threads is not None and self._threads.adapt():
             torch.set_num_threads(self._threads.number)
         try:
             plan = self._plan(step)
-            spans = [span for span in plan if isinstance(span, Span)]
+            spans = [span for span in plan if isinstance(span, ChunkSpan)]
             logits = self._forward(spans)
             if spans:
-                self._held.clear()  # earlier copies to the device are complete
+                self._in_transfer.clear()  # earlier copies to the device are complete
         except (RuntimeError, IndexError) as error:
             raise BackendError(f"the device failed: {error}") from error
         rows: list[Row] = []
         for entry in plan:
-            if isinstance(entry, Span):
+            if isinstance(entry, ChunkSpan):
                 rows.append(_finish(entry, logits))
                 logits = logits[1 + len(entry.chunk.draft) :]
             else:
@@ -148,7 +146,6 @@ class TorchBackend(EagerBackend[TorchSequence]):
         return StepTicket(StepOutput(tuple(rows)))
 
     def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Run the model without its head; returns the sum of the hidden states."""
         (span,) = self._plan(Step((Chunk(seq, start, tuple(tokens)),)))
         if isinstance(span, RowFailed):
             raise InvalidRequestError(span.reason, param="input")
@@ -162,7 +159,6 @@ class TorchBackend(EagerBackend[TorchSequence]):
         return tuple(sums)
 
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
-        """Copy KV cache to the host; window layers keep all tokens that were computed here."""
         sequence = self._sequences[seq]
         start = self._snapshot_start(sequence, start, end, kind)
         layers = self._layers[kind]
@@ -173,24 +169,21 @@ class TorchBackend(EagerBackend[TorchSequence]):
         return PayloadTicket(KVPayload(self._traits.kv_abi, kind, start, end, buffers))
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """Return the size of the buffers, which grow in steps; every layer keeps every token."""
+        # Buffers grow in steps, and window layers keep every token, too.
         per_token = math.prod(self._shape) * sum(self._dims) * self._dtype.itemsize
         return sum(_capacity(length) * per_token for length in lengths)
 
     def memory(self) -> int:
-        """Return the size of all sequences' buffers in bytes."""
         tensors = [t for s in self._sequences.values() for t in (s.keys, s.values)]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def device_memory(self) -> DeviceMemory | None:
-        """Return CUDA's memory use; None on a CPU."""
         if self._device.type != "cuda":
             return None
         free, total = torch.cuda.mem_get_info(self._device)
         return DeviceMemory(total - free, total)
 
     def shutdown(self) -> None:
-        """Free the model and all sequences, and return their memory to the system."""
         self._sequences.clear()
         self._model = self._decoder = None
         if self._copies is not None:
@@ -208,21 +201,21 @@ class TorchBackend(EagerBackend[TorchSequence]):
 
     # -- one step -------------------------------------------------------------------------------
 
-    def _plan(self, step: Step) -> list[Span | RowFailed]:
+    def _plan(self, step: Step) -> list[ChunkSpan | RowFailed]:
         """Assign each chunk a place in the packed row and room in its sequence's buffers."""
         offset = 0
 
-        def place(chunk: Chunk) -> Span:
+        def place(chunk: Chunk) -> ChunkSpan:
             nonlocal offset
             sequence = self._sequence_of(chunk)
             tokens = (*self._tokens_of(chunk, sequence.last_sampled), *chunk.draft)
             self._grow(sequence, sequence.length + len(tokens))
             offset += len(tokens)
-            return Span(chunk, sequence, tokens, offset - len(tokens))
+            return ChunkSpan(chunk, sequence, tokens, offset - len(tokens))
 
         return make_rows(step, place)
 
-    def _forward(self, spans: Sequence[Span]) -> Logits:
+    def _forward(self, spans: Sequence[ChunkSpan]) -> Logits:
         """Run the model over the packed row; returns the logits after each span.
 
         A span with draft tokens has several rows of logits: one before each draft token, and the
@@ -238,7 +231,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
         forward = self._forward_by_library if self._decoder is None else self._decoder.step
         return forward(spans, last)
 
-    def _forward_by_library(self, spans: Sequence[Span], last: Sequence[int]) -> Logits:
+    def _forward_by_library(self, spans: Sequence[ChunkSpan], last: Sequence[int]) -> Logits:
         with torch.inference_mode():
             output = self._model(
                 **self._inputs(spans), logits_to_keep=torch.tensor([*last], device=self._device)
@@ -246,7 +239,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
             logits: Logits = output.logits[0].float().cpu().numpy()
         return logits
 
-    def _inputs(self, spans: Sequence[Span]) -> dict[str, Any]:
+    def _inputs(self, spans: Sequence[ChunkSpan]) -> dict[str, Any]:
         """Build the model's arguments for a packed row."""
         for span in spans:
             span.make_views()
@@ -267,7 +260,8 @@ class TorchBackend(EagerBackend[TorchSequence]):
         capacity = _capacity(max(length, len(sequence.known)))
         roomier = TorchSequence(sequence.known)
         roomier.keys, roomier.values = (
-            _room((layers, heads, capacity, dim), self._dtype, self._device) for dim in self._dims
+            _allocate_kv((layers, heads, capacity, dim), self._dtype, self._device)
+            for dim in self._dims
         )
         if sequence.capacity:
             roomier.copy_state(sequence, sequence.length)
@@ -298,11 +292,11 @@ class TorchBackend(EagerBackend[TorchSequence]):
         scratch.keys.fill_(torch.nan)
         chunk = Chunk(SequenceId(0), 0, (0,))
         try:
-            self._forward_by_library([Span(chunk, scratch, (0,), 0)], [0])
+            self._forward_by_library([ChunkSpan(chunk, scratch, (0,), 0)], [0])
         except (RuntimeError, BackendError) as error:
             raise torch_loading.refusal(self._spec, str(error)) from error
         if scratch.keys[:, :, 0].isnan().any():
-            reason = "not all of its layers use the library's attention interface"
+            reason = "some of its layers do not use the attention interface of transformers"
             raise torch_loading.refusal(self._spec, reason)
 
     def _check_decoder(self, decoder: Decoder) -> None:
@@ -314,17 +308,21 @@ class TorchBackend(EagerBackend[TorchSequence]):
             for state in (sequence.keys, sequence.values):
                 state[:, :, :length].normal_(generator=random)
             sequence.length = length
-            spans.append(Span(Chunk(SequenceId(0), length, tokens), sequence, tokens, offset))
+            spans.append(ChunkSpan(Chunk(SequenceId(0), length, tokens), sequence, tokens, offset))
         found = self._computed(spans, decoder.step)
         expected = self._computed(spans, self._forward_by_library)
         off = float((found - expected).norm() / expected.norm())
-        if off < _MOST_OFF:
+        if off < _MAX_DIFFERENCE:
             self._decoder = decoder
         else:
-            _log.warning("the native decode step differs and is not used", off_by=round(off, 4))
+            _log.warning(
+                "native decode step disagrees with PyTorch; disabled", off_by=round(off, 4)
+            )
 
     def _computed(
-        self, spans: Sequence[Span], forward: Callable[[Sequence[Span], Sequence[int]], Logits]
+        self,
+        spans: Sequence[ChunkSpan],
+        forward: Callable[[Sequence[ChunkSpan], Sequence[int]], Logits],
     ) -> torch.Tensor:
         """Run a step and return log-probabilities and new KV cache as one flat tensor."""
         last = range(spans[-1].place.stop)
@@ -349,7 +347,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
         num_bytes = math.prod(shape) * self._dtype.itemsize
         data = memoryview(b"" if buffer is None else buffer.data)
         if buffer is None or buffer.shape != shape or data.nbytes != num_bytes:
-            raise CacheCorruptionError(f"a payload lacks keys or values of shape {shape}")
+            raise CacheCorruptionError(f"KV cache payload has no keys or values of shape {shape}")
         return np.frombuffer(data, _BITS[self._dtype.itemsize]).reshape(shape)
 
     def _host_buffer(self, name: str, tensor: torch.Tensor) -> HostBuffer:
@@ -378,7 +376,7 @@ def _capacity(length: int) -> int:
     return -(-length // _GROWTH) * _GROWTH
 
 
-def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _allocate_kv(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate uninitialised KV cache memory, in huge pages where Linux provides them.
 
     Page faults of small pages take longer than copying a restored sequence into the memory.
@@ -416,8 +414,8 @@ def _host_buffer(name: str, tensor: torch.Tensor) -> HostBuffer:
     return HostBuffer(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), data)
 
 
-def _finish(span: Span, logits: Logits) -> Row:
-    """Sample if requested, then count the chunk as held; a row that fails changes nothing.
+def _finish(span: ChunkSpan, logits: Logits) -> Row:
+    """Sample if requested, then add the chunk to the sequence; a row that fails changes nothing.
 
     Keys and values of rejected draft tokens remain in the buffers after the sequence's end.
     """

@@ -36,7 +36,7 @@ from semantic.adapters.outbound.backends.torch.native.library import Library
 Weights = Literal["full", "int8", "int4"]
 
 _ROWS_HINT = 256  # the packed layout is optimised for this many rows; it works for any number
-_MAX_FEW_ROWS = 4  # with more rows, packed weights are faster than a quantised copy
+_MAX_QUANTISED_ROWS = 4  # with more rows, packed weights are faster than a quantised copy
 _BITS = {"int8": 8, "int4": 4}
 _ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj")
 _MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -109,16 +109,17 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
         self.bias = None if bias is None else bias.detach()
-        self.few = quantised_kernel(weight.detach(), _BITS[weights]) if weights in _BITS else None
+        self.quantised = (
+            quantised_kernel(weight.detach(), _BITS[weights]) if weights in _BITS else None
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply."""
-        if self.few is None or x.numel() > _MAX_FEW_ROWS * x.shape[-1]:
+        if self.quantised is None or x.numel() > _MAX_QUANTISED_ROWS * x.shape[-1]:
             packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self.packed, self.bias, "none", [], ""
             )
             return packed
-        rows = self.few.multiply(x.reshape(-1, x.shape[-1]).contiguous())
+        rows = self.quantised.multiply(x.reshape(-1, x.shape[-1]).contiguous())
         result = rows.view(*x.shape[:-1], -1)
         return result if self.bias is None else result + self.bias
 
@@ -145,7 +146,6 @@ class GatedMLP(nn.Module):
         self.down = _joined([down], weights)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the three linears."""
         inner = self.inner(x)
         gated = functional.silu(inner[..., : self.size]).mul_(inner[..., self.size :])
         result: torch.Tensor = self.down(gated)
@@ -268,7 +268,7 @@ def collapse(address: int, num_bytes: int) -> None:
 # -- less rounding --------------------------------------------------------------------------------
 
 
-def round_less(model: Any) -> None:
+def reduce_rounding(model: Any) -> None:
     """Make a bfloat16 model on a CPU more exact; mutates it. Linears stay, to be packed later."""
     replace_norms(model)
     if _has_norms_before_all(model.base_model):
@@ -289,7 +289,6 @@ class RMSNorm(nn.Module):
         self.length_weight, self.length_eps = wide * size**0.5, torch.tensor(eps * size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension."""
         is_one = x.numel() == self.size
         return self._of_one(x) if is_one else self._of_many(x.float())
 
@@ -308,7 +307,7 @@ class RMSNorm(nn.Module):
 
 
 class RefinedHead(nn.Module):
-    """A head that recomputes its highest logits in float32."""
+    """A head that recomputes its highest logits in float32 and returns float32."""
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()
@@ -316,7 +315,6 @@ class RefinedHead(nn.Module):
         self.rows = head.weight.detach()  # still readable after the head is packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply; returns float32."""
         logits: torch.Tensor = self.head(x).float()
         best = _highest(logits, min(_NUM_REFINED, logits.shape[-1]))
         rows = functional.embedding(best, self.rows).float()

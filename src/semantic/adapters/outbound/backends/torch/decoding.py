@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from semantic.adapters.outbound.backends.sampler import Logits
-from semantic.adapters.outbound.backends.torch.attention import Span
+from semantic.adapters.outbound.backends.torch.attention import ChunkSpan
 from semantic.adapters.outbound.backends.torch.experts import Experts
 from semantic.adapters.outbound.backends.torch.grouped import AnyLinear, GroupedLinear
 from semantic.adapters.outbound.backends.torch.native.library import (
@@ -24,10 +24,10 @@ from semantic.adapters.outbound.backends.torch.native.library import (
     GELU_TANH,
     SILU,
     Activation,
-    Layer,
     Library,
     Matrix,
     Mlp,
+    NativeLayer,
     NativeModel,
 )
 from semantic.domain.spec import ModelCacheSpec
@@ -183,7 +183,7 @@ class Decoder:
         attention = base.layers[0].self_attn
         dim = int(attention.head_dim)
         self._model = NativeModel(
-            layers=(Layer * len(layers))(*layers),
+            layers=(NativeLayer * len(layers))(*layers),
             norm=self._norm(base.norm),
             head=self._matrix(model.get_output_embeddings()),
             activation=_activation(base.layers[0].mlp),
@@ -196,7 +196,7 @@ class Decoder:
             scaling=float(attention.scaling),
         )
 
-    def step(self, spans: Sequence[Span], last: Sequence[int]) -> Logits:
+    def step(self, spans: Sequence[ChunkSpan], last: Sequence[int]) -> Logits:
         """Run the model over the tokens of spans; returns the logits after the tokens at `last`."""
         tokens = [token for span in spans for token in span.tokens]
         rows = np.array(list(_rows(spans)), np.int64)
@@ -226,13 +226,13 @@ class Decoder:
     def _rope_of(self, base: Any, index: int) -> int:
         return 0 if len(self._ropes) == 1 else self._ropes.index(base.config.layer_types[index])
 
-    def _layer(self, layer: Any, window: int | None, rope: int) -> Layer:
+    def _layer(self, layer: Any, window: int | None, rope: int) -> NativeLayer:
         attention, mlp = layer.self_attn, layer.mlp
         inputs = [self._matrix(getattr(attention, f"{name}_proj")) for name in "qkv"]
         has_output_norms = hasattr(layer, "post_feedforward_layernorm")
         before_mlp = "pre_feedforward_layernorm" if has_output_norms else "post_attention_layernorm"
         sinks = getattr(attention, "sinks", None)
-        described = Layer(
+        described = NativeLayer(
             norm=self._norm(layer.input_layernorm),
             mlp_norm=self._norm(getattr(layer, before_mlp)),
             query_norm=self._norm(getattr(attention, "q_norm", None)),
@@ -253,7 +253,7 @@ class Decoder:
             described.mlps = (Mlp * 1)(self._mlp(mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         return described
 
-    def _add_experts(self, described: Layer, mlp: Any, experts: Experts) -> None:
+    def _add_experts(self, described: NativeLayer, mlp: Any, experts: Experts) -> None:
         router = _router(mlp)
         linears = zip(experts.gates, experts.ups, experts.downs, strict=True)
         mlps = [self._mlp(*three) for three in linears]
@@ -306,7 +306,7 @@ def _activation(mlp: Any) -> Activation:
     return Activation(_ACTIVATIONS[_activation_name(mlp)], 0.0, 0.0)
 
 
-def _rows(spans: Sequence[Span]) -> Iterator[tuple[int, int, int, int]]:
+def _rows(spans: Sequence[ChunkSpan]) -> Iterator[tuple[int, int, int, int]]:
     for span in spans:
         sequence = span.sequence
         start = (sequence.keys.data_ptr(), sequence.values.data_ptr(), sequence.capacity)

@@ -47,7 +47,6 @@ class Experts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Sum the weighted outputs of each row's experts."""
         result = torch.zeros_like(hidden_states)
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, places = torch.where(chosen == expert)

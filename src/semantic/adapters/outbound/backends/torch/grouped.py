@@ -119,7 +119,6 @@ class GroupedLinear(nn.Module):
 
     @property
     def kind(self) -> tuple[int, int, bool]:
-        """The kind of its weight; only linears of equal kind can be joined."""
         return self.grouped.kind
 
     def packed_size(self, library: Library) -> int:
@@ -155,7 +154,6 @@ class GroupedLinear(nn.Module):
         return self._kernel.with_bias(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply."""
         rows = x.reshape(-1, self.in_features)
         if self._kernel is None or len(rows) > self._kernel.max_rows:
             return functional.linear(x, self.grouped.expanded().to(x.dtype), self.bias)
@@ -189,7 +187,6 @@ class GroupedEmbedding(nn.Module):
         self.scale = scale  # Gemma scales its embeddings
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look up ids."""
         found = self.grouped.expanded(ids).to(self.dtype)
         return found if self.scale is None else found * self.scale.to(self.dtype)
 

@@ -76,7 +76,7 @@ class TorchOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TorchPlan:
     """The choices for a model.
 
     Attributes:
@@ -112,7 +112,7 @@ class Plan:
         return is_fit and self.share is None
 
 
-def make_plan(directory: Path, options: TorchOptions) -> Plan:
+def make_plan(directory: Path, options: TorchOptions) -> TorchPlan:
     """Choose device, number format, weights and kernels for a model.
 
     Raises:
@@ -126,31 +126,31 @@ def make_plan(directory: Path, options: TorchOptions) -> Plan:
     weights: Weights = "full" if options.weights == "auto" else options.weights
     is_keepable = options.weights == options.dtype == "auto" and _is_grouped(directory)
     if is_keepable and library is not None and not cpu.has_fast_bfloat16():
-        reason = "the native kernels for quantised weights take it"
-        return Plan(device, torch.float32, True, weights, reason, library=library)
+        reason = "the native kernels for quantised weights use it"
+        return TorchPlan(device, torch.float32, True, weights, reason, library=library)
     dtype, reason = choose_dtype(options.dtype, device, options.hint)
-    plan = Plan(device, dtype, False, weights, reason)
+    plan = TorchPlan(device, dtype, False, weights, reason)
     if dtype == torch.float32 and native is not None:
         plan = replace(plan, library=library, slow=native.reason)
     if weights != "full" and not plan.is_packable and plan.library is None:
         why = f" ({native.reason})" if native is not None and native.reason else ""
         raise InvalidRequestError(
-            f"weights {weights} need a CPU that computes in bfloat16 (--dtype bfloat16), "
+            f"weights {weights} require a CPU that computes in bfloat16 (--dtype bfloat16), "
             f"or the native library{why} and float32",
             param="weights",
         )
     return replace(plan, is_kept=is_keepable and plan.is_packable)
 
 
-def _plan_of_share(directory: Path, options: TorchOptions, device: torch.device) -> Plan:
+def _plan_of_share(directory: Path, options: TorchOptions, device: torch.device) -> TorchPlan:
     if options.weights not in ("auto", "full") or _is_grouped(directory):
         raise InvalidRequestError(
-            "the torch backend shards models whose weights are in full only; "
-            "take the model as its makers published it, without --weights int8 or int4",
+            "the torch backend shards unquantised models only; use the original model, without "
+            "--weights int8 or int4",
             param="shards",
         )
     dtype, reason = choose_dtype(options.dtype, device, options.hint)
-    return Plan(device, dtype, False, "full", reason, options.share)
+    return TorchPlan(device, dtype, False, "full", reason, options.share)
 
 
 def _is_grouped(directory: Path) -> bool:
@@ -170,7 +170,7 @@ def choose_device(device: Device) -> torch.device:
     """
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
-        raise InvalidRequestError("device cuda: PyTorch finds no CUDA device here", param="device")
+        raise InvalidRequestError("device cuda: PyTorch finds no CUDA device", param="device")
     return torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
 
 
@@ -183,11 +183,11 @@ def choose_dtype(
     format of the stored KV cache.
     """
     if dtype != "auto":
-        return getattr(torch, dtype), "it was asked for"
+        return getattr(torch, dtype), "requested"
     if device.type == "cuda":
         if torch.cuda.is_bf16_supported():
-            return torch.bfloat16, "this GPU computes in it"
-        return torch.float16, "this GPU has no bfloat16"
+            return torch.bfloat16, "the GPU supports it"
+        return torch.float16, "the GPU does not support bfloat16"
     hint, formats = hint or ComputeHint(), {"bfloat16": torch.bfloat16, "float32": torch.float32}
     known = hint.known
     if known is not None and known.device == device.type and known.dtype in formats:
@@ -217,7 +217,10 @@ def pick_dtype(seconds: Mapping[str, float], stored_dtypes: Sequence[str]) -> tu
         if dtype != chosen
     ]
     measured = f"measured {' and '.join(ratios)}"
-    return chosen, measured if chosen == fastest else f"stored KV cache has it; {measured}"
+    return (
+        chosen,
+        measured if chosen == fastest else f"the stored KV cache has this format; {measured}",
+    )
 
 
 def choose_threads(num_threads: int) -> int:
@@ -235,7 +238,7 @@ def choose_threads(num_threads: int) -> int:
     return os.cpu_count() or 1
 
 
-def describe(plan: Plan) -> Compute:
+def describe(plan: TorchPlan) -> Compute:
     """Describe how a model loaded by this plan is computed."""
     device, weights = plan.device.type, plan.weights
     kernels = "oneDNN with packed weights" if plan.is_packable else "PyTorch"
@@ -251,7 +254,9 @@ def describe(plan: Plan) -> Compute:
     return Compute(device, dtype, num_threads, kernels, plan.reason, slow if plan.slow else "")
 
 
-def load_model(directory: Path, spec: ModelCacheSpec, plan: Plan) -> tuple[Any, Decoder | None]:
+def load_model(
+    directory: Path, spec: ModelCacheSpec, plan: TorchPlan
+) -> tuple[Any, Decoder | None]:
     """Load a model with packed attention, and a `Decoder` if the C library can run it.
 
     Raises:
@@ -264,15 +269,15 @@ def load_model(directory: Path, spec: ModelCacheSpec, plan: Plan) -> tuple[Any, 
             param="model",
         )
     model = _read_plain(directory, spec, plan) or _read_by_library(directory, plan)
-    if reason := _why_not(model):
+    if reason := _unsupported_reason(model):
         raise refusal(spec, reason)
     model.to(plan.device).eval()
     decoder = _prepare_for_cpu(model, spec, plan) if plan.device.type == "cpu" else None
-    shorten_calls(model)
+    bypass_hooks(model)
     return model, decoder
 
 
-def _read_plain(directory: Path, spec: ModelCacheSpec, plan: Plan) -> Any:
+def _read_plain(directory: Path, spec: ModelCacheSpec, plan: TorchPlan) -> Any:
     """Load the model without transformers if the C library may be able to run it."""
     if plan.library is None:
         return None
@@ -280,7 +285,7 @@ def _read_plain(directory: Path, spec: ModelCacheSpec, plan: Plan) -> Any:
     return read_plain(_config(directory), spec, tensors, plan.dtype, is_kept=plan.is_kept)
 
 
-def _read_by_library(directory: Path, plan: Plan) -> Any:
+def _read_by_library(directory: Path, plan: TorchPlan) -> Any:
     from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -288,8 +293,8 @@ def _read_by_library(directory: Path, plan: Plan) -> Any:
     if model_type not in CONFIG_MAPPING:
         raise InvalidRequestError(
             f"the torch backend cannot run {directory.name}: the installed transformers does not "
-            f"know its model_type {model_type!r}. Take another model, --backend mlx, or a version "
-            "of transformers that knows it.",
+            f"support model_type {model_type!r}. Use another model, --backend mlx, or a newer "
+            "version of transformers.",
             param="model",
         )
     if not sys.stderr.isatty():
@@ -304,13 +309,13 @@ def _read_by_library(directory: Path, plan: Plan) -> Any:
     )
 
 
-def _prepare_for_cpu(model: Any, spec: ModelCacheSpec, plan: Plan) -> Decoder | None:
+def _prepare_for_cpu(model: Any, spec: ModelCacheSpec, plan: TorchPlan) -> Decoder | None:
     if plan.library is not None:
         separate_experts(model)
     if plan.weights != "full" and plan.library is not None:
         quantise_linears(model, bits=4 if plan.weights == "int4" else 8)
     if plan.dtype == torch.bfloat16:
-        cpu.round_less(model)
+        cpu.reduce_rounding(model)
     if plan.library is not None and can_decode(model):
         cpu.pack_grouped(model, plan.library, is_merged=False)
         return Decoder(model, spec, plan.library)
@@ -327,7 +332,7 @@ def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:
     )
 
 
-def _why_not(model: Any) -> str | None:
+def _unsupported_reason(model: Any) -> str | None:
     """Return why the model's results would be wrong; None if they are right."""
     if getattr(model, "_is_stateful", False):
         return "it keeps state outside attention; use --backend mlx"
@@ -345,7 +350,7 @@ def _rope_types(config: Any) -> set[str]:
     return {str(entry.get("rope_type")) for entry in (parameters, *per_layer_type)}
 
 
-def shorten_calls(model: nn.Module) -> None:
+def bypass_hooks(model: nn.Module) -> None:
     """Give each module a class whose call is its `forward`, without torch's hook machinery.
 
     With one row an operation takes microseconds, and calling its module takes as long; a decode

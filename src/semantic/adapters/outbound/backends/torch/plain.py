@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from semantic.adapters.outbound.backends.torch.attention import Span, packed_attention
+from semantic.adapters.outbound.backends.torch.attention import ChunkSpan, packed_attention
 from semantic.adapters.outbound.backends.torch.grouped import (
     AnyLinear,
     FixedLinear,
@@ -130,7 +130,6 @@ class PlainRMSNorm(nn.Module):
         self.weight, self.variance_epsilon = nn.Parameter(weight, requires_grad=False), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension."""
         return functional.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
@@ -142,7 +141,7 @@ class _Rotary(nn.Module):
         steps = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
         frequencies = 1.0 / (rope["rope_theta"] ** steps)
         if rope["rope_type"] == "llama3":
-            frequencies = _stretched(frequencies, rope)
+            frequencies = _scale_llama3(frequencies, rope)
         self.frequencies = nn.Buffer(frequencies, persistent=False)
 
     def forward(
@@ -153,14 +152,14 @@ class _Rotary(nn.Module):
         return both.cos().to(x.dtype), both.sin().to(x.dtype)
 
 
-def _stretched(frequencies: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
+def _scale_llama3(frequencies: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
     """Scale the frequencies as Llama 3.1 does: divide low ones, and blend those in between."""
     length, factor = rope["original_max_position_embeddings"], rope["factor"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = length * frequencies / (2 * math.pi)
-    share = ((turns - low) / (high - low)).clamp(0, 1)
-    stretched: torch.Tensor = (1 - share) * frequencies / factor + share * frequencies
-    return stretched
+    rotations = length * frequencies / (2 * math.pi)  # within the original length
+    share = ((rotations - low) / (high - low)).clamp(0, 1)
+    scaled: torch.Tensor = (1 - share) * frequencies / factor + share * frequencies
+    return scaled
 
 
 class _Attention(nn.Module):
@@ -180,13 +179,13 @@ class _Attention(nn.Module):
             self.k_norm = parts.norm(f"{name}.k_norm", config.head_dim, eps)
 
     def forward(
-        self, x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor], spans: Sequence[Span]
+        self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], spans: Sequence[ChunkSpan]
     ) -> torch.Tensor:
         shape = (*x.shape[:-1], -1, self.head_dim)
         query, key = self.q_proj(x).view(shape), self.k_proj(x).view(shape)
         if hasattr(self, "q_norm"):
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = (_turned(rows.transpose(1, 2), *turns) for rows in (query, key))
+        query, key = (apply_rope(rows.transpose(1, 2), *angles) for rows in (query, key))
         value = self.v_proj(x).view(shape).transpose(1, 2)
         options = {"scaling": self.scaling, "sliding_window": self.window}
         attended, _ = packed_attention(self, query, key, value, None, spans=spans, **options)
@@ -194,7 +193,8 @@ class _Attention(nn.Module):
         return result
 
 
-def _turned(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rope(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply RoPE to query or key heads, ``[1, heads, tokens, dim]``."""
     first, second = rows.chunk(2, dim=-1)
     return rows * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
@@ -223,9 +223,9 @@ class _Layer(nn.Module):
         self.mlp = _GatedMLP(parts, f"{name}.mlp", config)
 
     def forward(
-        self, x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor], spans: Sequence[Span]
+        self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], spans: Sequence[ChunkSpan]
     ) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turns, spans)
+        x = x + self.self_attn(self.input_layernorm(x), angles, spans)
         result: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return result
 
@@ -246,15 +246,15 @@ class _Base(nn.Module):
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        spans: Sequence[Span],
+        spans: Sequence[ChunkSpan],
         *,
         use_cache: bool = False,
     ) -> SimpleNamespace:
         del use_cache  # the spans hold the KV cache
         x = self.embed_tokens(input_ids)
-        turns = self.rotary_emb(x, position_ids)
+        angles = self.rotary_emb(x, position_ids)
         for layer in self.layers:
-            x = layer(x, turns, spans)
+            x = layer(x, angles, spans)
         return SimpleNamespace(last_hidden_state=self.norm(x))
 
 
@@ -290,11 +290,9 @@ class PlainModel(nn.Module):
 
     @property
     def base_model(self) -> nn.Module:
-        """The model without its head."""
         return self.model
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the head."""
         return self.lm_head
 
     def forward(self, *, logits_to_keep: torch.Tensor, **inputs: Any) -> SimpleNamespace:

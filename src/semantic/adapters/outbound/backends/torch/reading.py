@@ -84,8 +84,8 @@ def take_weights(tensors: _Tensors, name: str, num_columns: int) -> list[Grouped
     is_known = is_mxfp4 if biases is None else bits in BITS
     if not is_known or num_columns % (scales.shape[-1] * GROUP):
         raise InvalidRequestError(
-            f"the weights of {name} are quantised in a way that the torch backend does not read "
-            f"({bits} bits); use --backend mlx",
+            f"the torch backend does not support the quantisation of {name} ({bits} bits); "
+            "use --backend mlx",
             param="model",
         )
     if packed.ndim == 2:
@@ -173,7 +173,7 @@ def load_rest(
             model.tie_weights()
     if wrong := sorted(missing | set(result.unexpected_keys)):
         raise InvalidRequestError(
-            f"the model's weights and its config.json do not fit: {wrong[0]}", param="model"
+            f"the model's weights do not match its config.json: {wrong[0]}", param="model"
         )
 
 

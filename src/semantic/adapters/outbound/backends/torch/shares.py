@@ -37,8 +37,8 @@ class Share:
             InvalidRequestError: the axis cannot be divided evenly.
         """
         if length % self.num_ranks:
-            reason = f"{name} has {length} rows or columns, which {self.num_ranks} do not divide"
-            raise InvalidRequestError(f"the model cannot be sharded: {reason}", param="shards")
+            reason = f"{name} has {length} rows or columns, not a multiple of {self.num_ranks}"
+            raise InvalidRequestError(f"cannot shard the model: {reason}", param="shards")
         size = length // self.num_ranks
         return slice(self.rank * size, (self.rank + 1) * size)
 
@@ -78,9 +78,9 @@ def _styles(model: Any) -> Mapping[str, str]:
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
     unknown = sorted(set(plan.values()) - {_BY_ROWS, _BY_COLUMNS} - _WHOLE)
     if not plan or unknown:
-        reason = f"divides it by {unknown[0]}" if unknown else "does not say how to divide it"
+        reason = f"divides it by {unknown[0]}" if unknown else "has no plan for it"
         raise InvalidRequestError(
-            f"{model.config.model_type} cannot be sharded: the library {reason}", param="shards"
+            f"cannot shard {model.config.model_type}: transformers {reason}", param="shards"
         )
     prefix = model.base_model_prefix
     found = {}
@@ -96,7 +96,7 @@ def _divide(name: str, module: nn.Module, style: str, share: Share) -> dict[str,
     """Reduce a linear to the rank's share; returns which slices of its tensors to read."""
     if not isinstance(module, nn.Linear):
         raise InvalidRequestError(
-            f"the model cannot be sharded: {name} is no linear layer", param="shards"
+            f"cannot shard the model: {name} is not a linear layer", param="shards"
         )
     slices: dict[str, tuple[slice, ...]]
     if style == _BY_ROWS:

@@ -47,7 +47,7 @@ class Mlp(ctypes.Structure):
     _fields_ = (("gate", Matrix), ("up", Matrix), ("down", Matrix))
 
 
-class Layer(ctypes.Structure):
+class NativeLayer(ctypes.Structure):
     """`Layer` of `step.h`."""
 
     _fields_ = (
@@ -75,7 +75,7 @@ class NativeModel(ctypes.Structure):
     """`Model` of `step.h`."""
 
     _fields_ = (
-        ("layers", ctypes.POINTER(Layer)),
+        ("layers", ctypes.POINTER(NativeLayer)),
         ("norm", ctypes.c_void_p),
         ("head", Matrix),
         ("activation", Activation),
@@ -89,7 +89,7 @@ class NativeModel(ctypes.Structure):
     )
 
 
-class Row(ctypes.Structure):
+class NativeRow(ctypes.Structure):
     """`Row` of `step.h`; `decoding` writes each one as four 64-bit integers."""
 
     _fields_ = (
@@ -102,7 +102,7 @@ class Row(ctypes.Structure):
 
 def _abi() -> int:
     """Return the value of `semantic_abi` for the structures of this module."""
-    sizes = (ctypes.sizeof(kind) for kind in (Matrix, Layer, NativeModel, Row))
+    sizes = (ctypes.sizeof(kind) for kind in (Matrix, NativeLayer, NativeModel, NativeRow))
     return sum(size << 16 * index for index, size in enumerate(sizes))
 
 
@@ -149,7 +149,7 @@ class Library:
             MemoryError: the library could not allocate its buffers.
         """
         if self._step(ctypes.byref(model), rows, num_rows, *rest):
-            raise MemoryError("no memory for a decode step")
+            raise MemoryError("out of memory in a native decode step")
 
     def linear(self, matrix: Matrix, x: int, num_rows: int, out: int, num_threads: int) -> None:
         """Multiply rows with a matrix.
@@ -158,7 +158,7 @@ class Library:
             MemoryError: the library could not allocate its buffers.
         """
         if self._linear(ctypes.byref(matrix), x, num_rows, out, num_threads):
-            raise MemoryError("no memory for a linear")
+            raise MemoryError("out of memory in a native linear")
 
     def packed_size(self, num_rows: int, num_columns: int, bits: int) -> int:
         """Return the size of a packed matrix in bytes."""

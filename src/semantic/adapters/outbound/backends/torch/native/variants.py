@@ -113,7 +113,7 @@ def compile_library(
     Raises:
         subprocess.CalledProcessError: the compiler failed; `stderr` has its messages.
     """
-    with _made_whole(path) as made:
+    with _atomic_file(path) as made:
         support = made.with_suffix(".o")
         name = f'-DSEMANTIC_VARIANT="{variant.name}"'
         _run(*compiler, *_FLAGS, name, "-c", str(_SOURCE / _SUPPORT), "-o", str(support))
@@ -123,7 +123,7 @@ def compile_library(
 
 
 @contextlib.contextmanager
-def _made_whole(path: Path) -> Iterator[Path]:
+def _atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path; the file there replaces `path` when the block succeeds."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
@@ -161,11 +161,12 @@ class NativeBuild:
         names = [variant.name for variant in VARIANTS]
         if choice not in ("auto", "off", *names):
             raise InvalidRequestError(
-                f"native {choice!r} is none of auto, off, {', '.join(names)}", param="native"
+                f"native must be auto, off, {', '.join(names[:-1])} or {names[-1]}; got {choice!r}",
+                param="native",
             )
         self.directory, self._choice, self._prebuilt = directory, choice, prebuilt
         self._library: Library | None = None
-        self._reason = "it is switched off (native = off)"
+        self._reason = "the setting native is off"
         self._thread = threading.Thread(target=self._make, name="native-build", daemon=True)
         if choice != "off":
             self._thread.start()
@@ -204,7 +205,10 @@ class NativeBuild:
                 self._reason = str(getattr(error, "stderr", "") or error).strip()[-300:]
             else:
                 return
-        _log.warning("no native kernels: models run slower in PyTorch", reason=self._reason)
+        _log.warning(
+            "native kernels unavailable; models run several times slower in PyTorch",
+            reason=self._reason,
+        )
 
     def _find(self, variant: Variant) -> Library:
         """Load a variant, compiled before or now.
