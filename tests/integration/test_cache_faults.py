@@ -514,6 +514,6 @@ def test_blocks_that_can_no_longer_be_written_are_reported_once(
                 talk(running, said, question)
             await_that(lambda: store_of(running).counts.unwritten > 1)
             assert "Read-only" in http.get("/health").json()["problem"]
-    told = [line for line in caplog.messages if "cannot be written" in line]
+    told = [line for line in caplog.messages if "cannot write turns" in line]
     assert len(told) == 1, told
     assert_right(reference, said)

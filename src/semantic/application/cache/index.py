@@ -373,11 +373,11 @@ class BlockIndex:
         for node in self:
             counted[node.root] += node.disk_bytes
             if self._followers[node.parent].by_tokens.get(node.tokens) is not node:
-                raise AssertionError("a node is not among those that follow its parent")
+                raise AssertionError("a node is not listed under its parent")
         if any(counted[root] != nbytes for root, nbytes in self._disk_bytes.items()):
             raise AssertionError("bytes on disk do not add up")
         if sum(len(siblings.by_tokens) for siblings in self._followers.values()) != len(self):
-            raise AssertionError("a node that was removed is still followed to")
+            raise AssertionError("a removed node is still listed under its parent")
 
     def match(self, root: BlockName, tokens: bytes, block_tokens: int) -> Match:
         """Find the longest known prefix of `tokens`, which are packed."""

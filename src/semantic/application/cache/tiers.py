@@ -281,7 +281,7 @@ class BlockTiers:
         try:
             self.keep(wanted.node, [done.result()])  # writes it if its file was deleted meanwhile
         except PoolExhaustedError as full:
-            return CacheCorruptionError(f"a file holds more than it should: {full.message}")
+            return CacheCorruptionError(f"the file holds more than its size allows: {full.message}")
         for held in reading.waiting:
             self._count(held)
         return None
@@ -404,7 +404,7 @@ class BlockTiers:
                 victims = evict_files(self.index, over_quota, part, root=part.root)
                 self.counts.evictions["disk", EvictionReason.QUOTA.value] += len(victims)
                 if not victims:
-                    raise CachePersistenceError("the tenant's share of the disk is full.")
+                    raise CachePersistenceError("the tenant's disk quota is full.")
             excess -= sum(victim.nbytes for victim in victims)
             if excess > 0:
                 others = evict_files(self.index, excess, part, slack=slack)
@@ -449,9 +449,9 @@ class BlockTiers:
         self.pool.check_integrity()
         keys = {(node.name, kind) for node in self.index for kind in node.payloads}
         if keys != self.pool.keys():
-            raise AssertionError("index, payloads and pool do not match")
+            raise AssertionError("index, payloads and pool differ")
         if not self._writing <= keys:
-            raise AssertionError("what is being written is not in memory")
+            raise AssertionError("a part that is being written is not in memory")
         if any(not (n.payloads or n.files or n.remote or n.num_leases) for n in self.index):
             raise AssertionError("a node without parts is in the index")
         self.index.check_integrity()

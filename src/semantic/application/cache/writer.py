@@ -182,7 +182,7 @@ class DiskTier:
             if not self._is_closed:
                 self._work.put(partial(self._rows.add, changes, done))
                 return done
-        done.set_exception(CachePersistenceError("the directory was closed."))
+        done.set_exception(CachePersistenceError("the cache directory is closed."))
         return done
 
     def read(self, part: BlockPart) -> Future[KVPayload]:
@@ -248,7 +248,7 @@ class DiskTier:
             try:
                 self._round()
             except Exception:  # noqa: BLE001 - the writer must continue
-                _log.exception("the writer failed, and goes on")
+                _log.exception("the writer failed; continuing")
         self._rows.close()
         if not self._rows.has_unwritten:
             self._is_drained.set()
@@ -288,10 +288,10 @@ class DiskTier:
         except CachePersistenceError as error:
             self._report("files", error.message)
         except CacheCorruptionError as error:
-            _log.warning("a block is lost: %s", error.message)
+            _log.warning("lost a block of KV cache: %s", error.message)
             is_lost = True
         except Exception as error:  # noqa: BLE001 - the writer must continue
-            _log.exception("a block could not be written")
+            _log.exception("cannot write a block")
             self._report("files", repr(error))
         self._batch_bytes += payload.nbytes
         with self._lock:
@@ -320,7 +320,7 @@ class DiskTier:
             excess -= self._files.empty_quarantine(before=math.inf)  # useless files go first
         self._remove(job.victims(job.part, nbytes, excess, int(room * _SLACK)))
         if excess > 0 and self._files.used_bytes() + nbytes > budget:
-            raise CachePersistenceError("the disk budget is full and nothing may be evicted.")
+            raise CachePersistenceError("the disk budget is full and no block can be evicted.")
 
     def _remove(self, parts: Sequence[BlockPart], *, is_bad: bool = False) -> None:
         for part in parts:
@@ -341,7 +341,7 @@ class DiskTier:
         now = time.monotonic()
         if problem and now - self._logged_at.get(problem, -_LOG_AGAIN_S) >= _LOG_AGAIN_S:
             self._logged_at[problem] = now
-            _log.warning("agents' turns and state cannot be written: %s", problem)
+            _log.warning("cannot write turns and KV cache to disk; retrying: %s", problem)
 
 
 # -- rows ---------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ class _RowWriter:
         try:
             self._write(rows)
         except ValueError:
-            _log.exception("a change cannot be stored and was dropped")
+            _log.exception("dropped a change that the ledger cannot store")
             self._write_one_by_one(rows)
         except Exception as error:  # noqa: BLE001 - queued changes must not be lost
             self._keep(rows, error)
@@ -408,7 +408,7 @@ class _RowWriter:
         """Try a last time, then back up and close the ledger."""
         self.apply()
         if self._unwritten:
-            _log.error("%d changes of the ledger are lost", len(self._unwritten))
+            _log.error("lost %d changes of the ledger", len(self._unwritten))
         for end in (self._ledger.back_up, self._ledger.close):
             try:
                 end()
@@ -420,7 +420,7 @@ class _RowWriter:
             try:
                 self._write([row])
             except ValueError as error:
-                _fail(row, CachePersistenceError(f"it cannot be stored: {error}"))
+                _fail(row, CachePersistenceError(f"the ledger cannot store it: {error}"))
             except Exception as error:  # noqa: BLE001 - queued changes must not be lost
                 self._keep(rows[index:], error)
                 return

@@ -260,14 +260,14 @@ class PrefixSharing:
         generation.prefix.end_restore()
         again = RestorePlan.nothing(generation.job.root)
         if isinstance(error, CacheCorruptionError):
-            _log.warning("sealed blocks could not be loaded: %s", error.message)
+            _log.warning("cannot load sealed blocks; computing them: %s", error.message)
             self._store.discard(restore.suspect_parts)
             generation.prefix.num_failed_restores += 1
             # The remaining blocks may still be worth loading; bound the number of retries.
             if generation.prefix.num_failed_restores <= _MAX_FAILED_RESTORES:
                 again = self._plan(generation)
         else:
-            _log.error("the device failed to load blocks; computing them instead", exc_info=error)
+            _log.error("the device failed to load blocks; computing them", exc_info=error)
         self._backend.close(generation.seq)
         self._begin_restore(generation, again)
 
@@ -343,7 +343,7 @@ class PrefixSharing:
             except ValueError:
                 continue  # the device no longer holds this kind of state for the range
             except Exception:  # noqa: BLE001 - caching never fails a request
-                _log.exception("a block could not be kept")
+                _log.exception("cannot keep a block")
                 return []
         return found
 

@@ -255,4 +255,4 @@ class Restore:
             self.suspect_parts = [held.wanted]
             if isinstance(error, CacheCorruptionError):
                 raise
-            raise CacheCorruptionError(f"a block could not be read: {error}") from error
+            raise CacheCorruptionError(f"cannot read a block: {error}") from error

@@ -259,7 +259,7 @@ def test_a_chain_does_not_evict_its_own_beginning(make_rig: MakeRig) -> None:
     rig = make_rig(disk=2 * FILE_BYTES + ROOM)
     names = sealed(rig, 1, 6)
     assert stored(rig) == set(names[:3])
-    assert "nothing may be evicted" in rig.disk.problem
+    assert "no block can be evicted" in rig.disk.problem
     rig.store.check_integrity()
 
 
@@ -318,7 +318,7 @@ def test_what_could_not_make_room_stays(make_rig: MakeRig) -> None:
     rig.files.other = FILE_BYTES  # now two would have to go
     sealed(rig, 3, 1)
     assert stored(rig) == {*pinned, *others}
-    assert "nothing may be evicted" in rig.disk.problem
+    assert "no block can be evicted" in rig.disk.problem
 
 
 def test_what_could_not_make_room_in_a_tenants_share_stays(rig: MemoryRig) -> None:
@@ -328,7 +328,7 @@ def test_what_could_not_make_room_in_a_tenants_share_stays(rig: MemoryRig) -> No
         node.num_pins = int(node.name in pinned)
     sealed(rig, 3, 1)
     assert stored(rig) == {*pinned, *others}
-    assert "the tenant's share" in rig.disk.problem
+    assert "the tenant's disk quota" in rig.disk.problem
 
 
 def test_a_tenant_beyond_its_share_evicts_its_own(make_rig: MakeRig) -> None:

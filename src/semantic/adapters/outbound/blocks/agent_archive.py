@@ -119,7 +119,7 @@ class AgentFile:
     def _read_part(self, member: "Member") -> ExportPart:
         part, payload = block_format.read(memoryview(member.content()), self._codec)
         if member.name != _block_name(part):
-            raise _damaged(f"{member.name} is another block than its name says")
+            raise _damaged(f"{member.name} does not match its name")
         return ExportPart(part, payload)
 
 
@@ -160,7 +160,7 @@ def read_members(pieces: Iterable[bytes]) -> Iterator[Member]:
     """
     source = _Source(pieces)
     if source.peek(len(_FORMER)) == _FORMER:
-        raise _damaged("an earlier version of Semantic wrote it; export the agent anew")
+        raise _damaged("an earlier version of Semantic wrote it; export the agent again")
     before, num_turns, num_json = "", 0, 0
     while before != "manifest":
         kind, name, num_bytes = _read_header(source.take(_BLOCK))
@@ -174,7 +174,7 @@ def read_members(pieces: Iterable[bytes]) -> Iterator[Member]:
                 raise _damaged(f"{name} is out of order")
         num_json += num_bytes if kind != "block" else 0
         if num_json > _MAX_ALL_JSON:
-            raise _damaged(f"its turns take more than {_MAX_ALL_JSON >> 20} MB")
+            raise _damaged(f"its turns exceed {_MAX_ALL_JSON >> 20} MB")
         content = source.stream(num_bytes)
         yield Member(kind, name, content)
         for _ in content:
@@ -183,7 +183,7 @@ def read_members(pieces: Iterable[bytes]) -> Iterator[Member]:
             raise _damaged(f"something follows {name} that belongs to no member")
         before = kind
     if source.take(len(END)) != END or not source.has_only_zeros():
-        raise _damaged("something follows its manifest")
+        raise _damaged("data follows its manifest")
 
 
 def _read_header(header: bytes) -> tuple[str, str, int]:
@@ -195,10 +195,10 @@ def _read_header(header: bytes) -> tuple[str, str, int]:
         raise _damaged("it is damaged")
     named = _IS_MEMBER(member.name)
     if named is None or member.type != tarfile.REGTYPE or member.linkname:
-        raise _damaged(f"it has a member {member.name[:100]!r} that no agent has")
+        raise _damaged(f"it has a member {member.name[:100]!r} that agents do not have")
     kind = str(named.lastgroup)
     if not 0 <= member.size <= (_MAX_FILE if kind == "block" else _MAX_JSON):
-        raise _damaged(f"{member.name} cannot be that long")
+        raise _damaged(f"{member.name} is too long")
     return kind, member.name, member.size
 
 
@@ -213,7 +213,7 @@ class _Source:
         while len(self._buffer) < num_bytes:
             piece = next(self._pieces, None)
             if piece is None:
-                raise _damaged("it is cut off")
+                raise _damaged("it is truncated")
             self._buffer += piece
         return bytes(self._buffer[:num_bytes])
 
@@ -421,8 +421,8 @@ def own_key(path: Path) -> bytes:
         raise CachePersistenceError(f"{path} cannot be used: {error}.") from error
     if not _KEY_PATTERN.fullmatch(text):
         raise CachePersistenceError(
-            f"{path} is not a key: 64 hexadecimal digits. Delete it; a new one is made, and files "
-            "of agents that were exported before then count as a stranger's."
+            f"{path} is not a key: 64 hexadecimal digits. Delete it, and the server creates a "
+            "new one; it then treats files that it exported before as untrusted."
         )
     return bytes.fromhex(text)
 

@@ -60,8 +60,8 @@ def claim(directory: Path) -> None:
         keep_private(directory.resolve(), skip=BLOCKS)
     except OSError as error:
         raise CachePersistenceError(
-            f"{directory} cannot be used as a cache: {error.strerror}. Let the directory belong "
-            "to whoever runs the server, or choose another --cache-dir."
+            f"{directory} cannot be used as a cache: {error.strerror}. Make the directory belong "
+            "to the user who runs the server, or choose another --cache-dir."
         ) from error
 
 
@@ -69,7 +69,7 @@ def _refuse_links(directory: Path) -> None:
     for name in _OWN_NAMES:
         if (directory / name).is_symlink():
             raise InvalidRequestError(
-                f"{directory / name} is a link, and none is followed inside of a cache directory. "
+                f"{directory / name} is a link; links in a cache directory are not followed. "
                 "Remove it, or choose another --cache-dir (which may itself be a link).",
                 param="cache_dir",
             )
@@ -81,8 +81,8 @@ def _adopt(directory: Path) -> None:
     if not is_empty and not _holds_ledger(directory):
         raise InvalidRequestError(
             f"{directory} is not empty and is not a Semantic cache: it has no file {MARKER_FILE}. "
-            "Choose a new or empty directory with --cache-dir. If it is a cache after all, make "
-            "an empty file of that name in it.",
+            "Choose a new or empty directory with --cache-dir. If it is a cache, create an "
+            "empty file of that name in it.",
             param="cache_dir",
         )
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -94,7 +94,7 @@ def _adopt(directory: Path) -> None:
             os.close(marker)
         if not is_empty:
             _log.info(
-                "%s is a cache of an earlier version of Semantic; it is marked now", directory
+                "%s is a cache of an earlier version of Semantic; marked it as a cache", directory
             )
 
 
@@ -192,8 +192,8 @@ class DirectoryLock:
             self._release()
             reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
             raise CachePersistenceError(
-                f"{self.path} cannot be locked: {reason}. Let the directory belong to "
-                "whoever runs the server, or choose another --cache-dir."
+                f"{self.path} cannot be locked: {reason}. Make the directory belong to "
+                "the user who runs the server, or choose another --cache-dir."
             ) from error
         except InvalidRequestError:
             self._release()
@@ -244,7 +244,7 @@ class DirectoryLock:
             fcntl.flock(self._handles[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InvalidRequestError(
-                f"{directory} is in use by another server ({_holder(self.path)}). Stop that one, "
+                f"{directory} is in use by another server ({_holder(self.path)}). Stop it, "
                 "or choose another --cache-dir.",
                 param="cache_dir",
             ) from None
@@ -274,4 +274,4 @@ def _holder(path: Path) -> str:
         started = datetime.fromtimestamp(holder["started_at"], UTC)
         return f"process {int(holder['pid'])}, since {started:%Y-%m-%d %H:%M:%S} UTC"
     except (KeyError, OSError, OverflowError, TypeError, ValueError):
-        return "a process that did not say which"
+        return "an unknown process"

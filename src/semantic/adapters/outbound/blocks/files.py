@@ -204,7 +204,7 @@ class SafetensorsCache:
         if self._cipher is not None:
             pieces = encryption.encrypt(pieces, self._cipher, path.name.encode())
         with (
-            _as_domain_error("a block could not be written"),
+            _as_domain_error("cannot write a block"),
             self._tree.shard(path, is_made=True, is_synced=is_synced) as directory,
         ):
             num_bytes = self._write(path.name, directory, pieces, is_synced=is_synced)
@@ -216,7 +216,7 @@ class SafetensorsCache:
     def content(self, part: BlockPart) -> memoryview:
         path = FilePath.of(part)
         with (
-            _as_domain_error("a block could not be read", CacheCorruptionError),
+            _as_domain_error("cannot read a block", CacheCorruptionError),
             self._tree.shard(path) as directory,
         ):
             return _read_file(path.name, directory, part.nbytes)
@@ -234,7 +234,7 @@ class SafetensorsCache:
     def delete(self, part: BlockPart) -> None:
         path = FilePath.of(part)
         with (
-            _as_domain_error("a block could not be deleted"),
+            _as_domain_error("cannot delete a block"),
             contextlib.suppress(FileNotFoundError),
             self._tree.shard(path) as directory,
         ):
@@ -243,11 +243,11 @@ class SafetensorsCache:
     def quarantine(self, part: BlockPart) -> None:
         path = FilePath.of(part)
         with (
-            _as_domain_error("a bad block could not be moved"),
+            _as_domain_error("cannot move a damaged block"),
             contextlib.suppress(FileNotFoundError),
         ):
             self._quarantine(path)
-            _log.info("%s is bad and is now in quarantine", path)
+            _log.info("moved damaged file %s to quarantine", path)
 
     def empty_quarantine(self, *, before: float) -> int:
         with self._lock:
@@ -293,13 +293,13 @@ class SafetensorsCache:
                     if on_removed is not None:
                         on_removed(str(path), error.message)
                     elif num_removed <= _MAX_LOGGED:
-                        _log.warning("%s is now in quarantine: %s", path, error.message)
+                        _log.warning("moved %s to quarantine: %s", path, error.message)
             except OSError:
                 continue
             else:
                 yield part
         if num_removed > _MAX_LOGGED and on_removed is None:
-            _log.warning("%d files in all were moved to quarantine", num_removed)
+            _log.warning("moved %d files to quarantine in total", num_removed)
 
     def used_bytes(self) -> int:
         with self._lock:
@@ -325,7 +325,7 @@ class SafetensorsCache:
 
     def _identified(self, path: FilePath) -> BlockPart:
         if path.is_temporary:
-            raise CacheCorruptionError("the file was not finished")
+            raise CacheCorruptionError("the file is unfinished")
         try:
             with self._tree.shard(path) as directory:
                 head, tokens, status = _read_beginning(path.name, directory, self._cipher)
@@ -335,7 +335,7 @@ class SafetensorsCache:
             raise CacheCorruptionError("the file is a link") from error
         part = block_format.identify(head, tokens, status.st_size, status.st_mtime)
         if path != FilePath.of(part):
-            raise CacheCorruptionError("the file is not where it belongs")
+            raise CacheCorruptionError("the file's path does not match its content")
         return part
 
     def _origin(self, path: FilePath) -> BlockOrigin:
@@ -409,7 +409,7 @@ def _read_file(name: str, directory: int, expected: int) -> memoryview:
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
         content = host_memory.allocate(size)
         if os.readv(file, [content]) != size:
-            raise CacheCorruptionError("the file was cut off while it was read")
+            raise CacheCorruptionError("the file was truncated while it was read")
     return content
 
 

@@ -203,7 +203,7 @@ def _layout(
         code, size = _DTYPES.get(tensor.dtype, ("U8", 0))
         num_bytes = len(views[tensor.name])
         if size and math.prod(tensor.shape) * size != num_bytes:
-            raise CachePersistenceError(f"buffer {tensor.name} does not have the size of its shape")
+            raise CachePersistenceError(f"buffer {tensor.name} does not match its shape")
         shape = list(tensor.shape) if size else [num_bytes]
         entries[tensor.name] = _entry(code, shape, places[tensor.name])
     return entries, [tokens, *(views[tensor.name] for tensor in by_width)]
@@ -287,7 +287,7 @@ def read_head(beginning: memoryview, file_size: int) -> Head:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CacheCorruptionError("the file's header has no metadata")
     if metadata.get("format") != FORMAT:
-        raise CacheCorruptionError("the file has another format or version")
+        raise CacheCorruptionError("the file has an unknown format or version")
     tensors = {name: _tensor(entry, first) for name, entry in entries.items()}
     position = first
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.end)):
@@ -359,9 +359,9 @@ def identify(head: Head, tokens: bytes, nbytes: int, last_used: float) -> BlockP
         raise CacheCorruptionError(f"the file's header is invalid: {error}") from None
     start = end - len(tokens) // TOKEN_BYTES
     if not 0 <= start <= first < end:
-        raise CacheCorruptionError("the file's positions are not those of its token ids")
+        raise CacheCorruptionError("the file's positions do not match its token ids")
     if packed_block_name(parent, tokens) != name or {len(root), len(parent)} != {len(name)}:
-        raise CacheCorruptionError("the file's name is not that of its parent and token ids")
+        raise CacheCorruptionError("the file's name does not match its parent and token ids")
     return BlockPart(root, name, parent, kind, start, tokens, nbytes, last_used)
 
 
@@ -405,4 +405,4 @@ def _check_raw(buffer: StoredBuffer) -> None:
         return
     num_bytes = math.prod(buffer.shape) * _DTYPES[buffer.dtype][1]
     if memoryview(buffer.tensors[0].data).nbytes != num_bytes:
-        raise CacheCorruptionError(f"buffer {buffer.name} does not have the size of its shape")
+        raise CacheCorruptionError(f"buffer {buffer.name} does not match its shape")

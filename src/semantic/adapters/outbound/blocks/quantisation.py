@@ -215,7 +215,7 @@ def dequantise(
     if [memoryview(tensor.data).nbytes for tensor in tensors] != [
         num_groups * size for size in sizes
     ]:
-        raise CacheCorruptionError(f"{name} does not have the size of its shape")
+        raise CacheCorruptionError(f"{name} does not match its shape")
     codes = np.frombuffer(tensors[0].data, np.uint8)
     steps, minima = (np.frombuffer(tensor.data, floats.array) for tensor in tensors[1:])
     # A malicious file can produce NaN and infinity here; no warning is needed.
