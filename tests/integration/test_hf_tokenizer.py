@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
-from semantic.application.parsing.text_assembler import TextAssembler
+from semantic.application.parsing import TextAssembler
 from semantic.application.prompt.renderer import render
 from semantic.application.prompt.special_text import SpecialText
 from semantic.domain.chat import ChatRequest, Message, Role

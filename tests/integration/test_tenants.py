@@ -413,7 +413,9 @@ def test_the_total_limit_counts_every_tenant(tmp_path: Path) -> None:
 def test_one_reply_at_a_time(tmp_path: Path) -> None:
     with open_house(tmp_path, TenantEntry(max_concurrent=1)) as house:
         assert house.a.post("/v1/messages", json=SHORT).status_code == 200
-        running_reply = house.running.server.inference.limits.admit(Principal("a"))
+        limits = house.running.server.inference.limits()
+        assert limits is not None
+        running_reply = limits.admit(Principal("a"))
         refused = house.a.post("/v1/messages", json=SHORT)
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"

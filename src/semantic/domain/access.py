@@ -113,11 +113,21 @@ class KeyRing:
 
     Attributes:
         rate: Limit of all requests together.
+        has_limits: Whether any rate or number of concurrent replies is limited.
     """
 
     keys: tuple[ApiKey, ...] = ()
     tenants: Mapping[str, TenantPolicy] = field(default_factory=dict)
     rate: Rate = field(default_factory=Rate)
+    has_limits: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        policies = self.tenants.values()
+        rates = {self.rate, *(key.rate for key in self.keys)}
+        rates |= {rate for policy in policies for rate in (policy.key_rate, policy.agent_rate)}
+        is_limited = bool(rates - {None, Rate()})
+        is_limited |= any(policy.max_concurrent is not None for policy in policies)
+        object.__setattr__(self, "has_limits", is_limited)
 
     @property
     def is_guarded(self) -> bool:

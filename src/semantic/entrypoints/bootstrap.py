@@ -27,7 +27,6 @@ from semantic.application.models.gate import ModelGate
 from semantic.application.models.registry import ModelRegistry
 from semantic.application.models.runtime import Runtime
 from semantic.application.requests.access import Access
-from semantic.application.requests.limits import RateLimits
 from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService
 from semantic.application.requests.stateful import StatefulChat
@@ -107,7 +106,7 @@ def bootstrap(settings: Settings) -> Server:
     gate = ModelGate(models, max_waiting=max_waiting, timeout_s=timeout_s)
     watch = TurnWatch(feed, metrics)
     inference = _make_inference(settings, memory, device, hub, gate, watch)
-    inference.limits = RateLimits(access.current_ring)
+    inference.limits = access.limits
     memory.listen(inference.note_remote_turn)
     cache = CacheService(memory.served.get, memory.agents, device, watch, feed, memory.disk)
     metrics.read(cache, watch, functools.partial(getattr, device, "state"))

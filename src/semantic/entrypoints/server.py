@@ -137,7 +137,7 @@ def _add_middleware(app: FastAPI, server: Server) -> None:
         max_bytes=int(settings.max_body_mb * 2**20),
         larger={IMPORT_PATH: settings.runtime.disk_bytes},
     )
-    app.add_middleware(Guard, access=server.access, limits=server.inference.limits)
+    app.add_middleware(Guard, access=server.access)
     app.add_middleware(OriginCheck, origins=origins)
     # A remote address may have any host name, and it requires a key, which a DNS rebinding page
     # does not have.

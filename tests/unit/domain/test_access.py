@@ -43,3 +43,19 @@ def test_a_keys_own_rate_comes_before_its_tenants() -> None:
     assert ring.key_rate(Principal("t", key_id="plain")) == usual
     assert ring.key_rate(Principal("t", key_id="own")) == own
     assert ring.key_rate(Principal("other")) == Rate()
+
+
+@pytest.mark.parametrize(
+    "ring,has_limits",
+    [
+        (KeyRing(), False),
+        (KeyRing((ApiKey("a", "t", "d"),), {"t": TenantPolicy(weight=2, disk_bytes=1)}), False),
+        (KeyRing(rate=Rate(tokens=1)), True),
+        (KeyRing((ApiKey("a", "t", "d", rate=Rate(requests=0)),)), True),
+        (KeyRing(tenants={"t": TenantPolicy(max_concurrent=0)}), True),
+        (KeyRing(tenants={"t": TenantPolicy(agent_rate=Rate(requests=1))}), True),
+        (KeyRing(tenants={"t": TenantPolicy(key_rate=Rate(tokens=1))}), True),
+    ],
+)
+def test_a_ring_says_whether_anything_is_limited(ring: KeyRing, has_limits: bool) -> None:
+    assert ring.has_limits is has_limits

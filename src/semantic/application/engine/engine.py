@@ -29,7 +29,7 @@ from semantic.application.engine.request import (
 from semantic.application.engine.scheduler import ConcurrentScheduler
 from semantic.application.engine.speculative.planner import AdaptiveDraftPlanner, DraftPlanner
 from semantic.application.engine.steps import EngineWatch, LaunchedStep
-from semantic.application.parsing.text_assembler import TextAssembler
+from semantic.application.parsing import TextAssembler
 from semantic.application.settings import EngineLimits
 from semantic.domain.errors import (
     BackendError,

@@ -6,7 +6,7 @@ from dataclasses import InitVar, dataclass, field
 from semantic.application.cache.restore_plan import RestorePlan
 from semantic.application.engine.request import NO_DRAFT, NO_SEQUENCE, Draft, Job, ReplyState
 from semantic.application.engine.restore import Restore
-from semantic.application.parsing.text_assembler import TextAssembler
+from semantic.application.parsing import TextAssembler
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockName, PartKey, block_end, common_prefix
 from semantic.domain.chat import ServiceClass

@@ -2,13 +2,14 @@
 
 Everything works on a reply while it streams.
 
-1. `text_assembler.py` turns tokens into text on the device thread; stop strings end the reply.
-2. `reply_parser.py` receives the engine's events and passes their text through the splitters.
-3. `splitter.py` separates thinking, and holds back text that may become a marker.
-4. `call_splitter.py` finds tool calls, with the model family's entry in `call_syntax.py`. JSON
+1. `reply_parser.py` turns tokens into text on the device thread (`TextAssembler`; stop strings end
+   the reply), and passes the text through the splitters on the event loop (`ReplyParser`).
+2. `splitter.py` separates thinking, and holds back text that may become a marker.
+3. `call_splitter.py` finds tool calls, with the model family's entry in `call_syntax.py`. JSON
    arguments stream through `json_arguments.py`; `call_blocks.py` reads other notations once they
    are complete. `harmony.py` does all of this for the channels of GPT-OSS.
-5. At the end `reply_parser.py` folds the events into the message that is logged with the turn.
+4. At the end `MessageFold` (`reply_parser.py`) folds the events into the message that is logged
+   with the turn.
 
 Rules for every format:
 
@@ -24,6 +25,11 @@ Rules for every format:
 - If no tools are offered, tool markup is plain text; thinking is still separated.
 """
 
-from semantic.application.parsing.reply_parser import MessageFold, ReplyParser, fold_message
+from semantic.application.parsing.reply_parser import (
+    MessageFold,
+    ReplyParser,
+    TextAssembler,
+    fold_message,
+)
 
-__all__ = ["MessageFold", "ReplyParser", "fold_message"]
+__all__ = ["MessageFold", "ReplyParser", "TextAssembler", "fold_message"]

@@ -1,8 +1,9 @@
-"""Authentication: finds the principal of a request by its API key."""
+"""Authentication: finds the principal of a request by its API key, and the limits in force."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from semantic.application.requests.limits import RateLimits
 from semantic.domain.access import KeyRing
 from semantic.domain.agents import LOCAL_TENANT, Principal
 from semantic.domain.errors import AuthenticationError, InvalidRequestError
@@ -37,6 +38,7 @@ class Access:
         self._principal = principal
         self._on_loaded = on_loaded
         self.ring = load()
+        self._limits = RateLimits(lambda: self.ring)
         on_loaded(self.ring)
 
     def reload(self) -> None:
@@ -55,9 +57,9 @@ class Access:
         self.ring = ring
         self._on_loaded(ring)
 
-    def current_ring(self) -> KeyRing:
-        """Return the keys and limits in force."""
-        return self.ring
+    def limits(self) -> RateLimits | None:
+        """Return the rate limits; None while nothing is limited."""
+        return self._limits if self.ring.has_limits else None
 
     def authenticate(self, secrets: Iterable[str]) -> Principal:
         """Return the principal of a request.

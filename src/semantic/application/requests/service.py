@@ -24,7 +24,7 @@ from semantic.application.prompt.replay import (
     prompt_digest,
 )
 from semantic.application.requests.identity import BusyAgents, Claim, Identities
-from semantic.application.requests.limits import RateLimits
+from semantic.application.requests.limits import Admission, RateLimits
 from semantic.application.requests.prepare import Preparation, PreparationThreads, PreparedRequest
 from semantic.application.requests.reply import (
     FinishedReply,
@@ -56,7 +56,7 @@ class InferenceService:
     """`InferencePort` over one device. Used on the event loop's thread.
 
     Attributes:
-        limits: Rate limits; unlimited by default.
+        limits: Returns the rate limits; None while nothing is limited, as by default.
         learn: Looks up which blocks of a prompt other servers have computed; called in a thread
             before the request is queued. None on a single server.
     """
@@ -99,7 +99,7 @@ class InferenceService:
         self._is_durable = is_durable
         self._watch = watch or TurnWatch(EventFeed(), NoTelemetry())
         self._busy = BusyAgents(agents.leases)
-        self.limits = RateLimits()
+        self.limits: Callable[[], RateLimits | None] = lambda: None
         self.learn: Callable[[BlockName, Sequence[int]], None] | None = None
 
     def note_remote_turn(self, tenant: str, agent_id: str, turn_id: str) -> None:
@@ -118,11 +118,15 @@ class InferenceService:
         model = self._device.model
         self._watch.refuse(model.id if model else "", error)
 
+    def _admit(self, principal: Principal) -> Admission | None:
+        limits = self.limits()
+        return None if limits is None else limits.admit(principal)
+
     async def begin(self, request: ChatRequest, principal: Principal) -> LiveReply:
         """Render, tokenise, check and queue a request whose model is already loaded."""
         received = time.monotonic()
         model = self.gate.model_for(request.model)
-        admission = self.limits.admit(principal)
+        admission = self._admit(principal)
         claim = self._busy.claim(principal.tenant)
         try:
             # In a thread: tokenising a long prompt would stall other streams.
@@ -133,12 +137,15 @@ class InferenceService:
                 if self.learn is not None:
                     await self._threads.run(self.learn, prepared.job.root, prepared.job.tokens)
             prepared.job.trace.received = received
-            admission.charge(prepared.identity.agent_id, len(prepared.job.tokens))
+            if admission is not None:
+                admission.charge(prepared.identity.agent_id, len(prepared.job.tokens))
             reply = self._submit(prepared, claim)
-            reply.on_end(admission.end)
+            if admission is not None:
+                reply.on_end(admission.end)
         except BaseException:
             claim.release()
-            admission.refund()
+            if admission is not None:
+                admission.refund()
             raise
         else:
             return reply
@@ -177,27 +184,31 @@ class InferenceService:
 
     async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:
         model = await self.gate.model(request.model)
-        admission = self.limits.admit(principal)
+        admission = self._admit(principal)
         try:
             count = self._preparation.count_tokens
             return await self._threads.run(count, request, principal, model)
         finally:
-            admission.release()
+            if admission is not None:
+                admission.release()
 
     async def embed(self, request: EmbeddingRequest, principal: Principal) -> Embeddings:
         model = await self.gate.model(request.model)
-        admission = self.limits.admit(principal)
+        admission = self._admit(principal)
         try:
             longest = self._device.longest_sequence
             texts = await self._threads.run(text_tokens, request, model, longest)
             num_tokens = sum(map(len, texts))
-            admission.charge(None, num_tokens)
+            if admission is not None:
+                admission.charge(None, num_tokens)
             sums = [await self._sum(EmbeddingJob(tokens), model) for tokens in texts]
         except SemanticError as error:
-            admission.end(Failed(error), Reuse())
+            if admission is not None:
+                admission.end(Failed(error), Reuse())
             raise
         finally:
-            admission.release()
+            if admission is not None:
+                admission.release()
         vectors = tuple(unit_vector(each, request.dimensions) for each in sums)
         return Embeddings(model.id, vectors, num_tokens)
 

@@ -8,7 +8,7 @@ from semantic.adapters.outbound.backends.fake import fake_spec
 from semantic.application.engine.generation import Generation
 from semantic.application.engine.memory import IdleCopies
 from semantic.application.engine.request import Job
-from semantic.application.parsing.text_assembler import TextAssembler
+from semantic.application.parsing import TextAssembler
 from semantic.domain.blocks import BlockName
 from semantic.domain.sampling import StopRules
 from semantic.ports.backend import SequenceId

@@ -12,7 +12,7 @@ from semantic.application.engine.scheduler import (
     VirtualClock,
 )
 from semantic.application.engine.steps import ChunkBudget
-from semantic.application.parsing.text_assembler import TextAssembler
+from semantic.application.parsing import TextAssembler
 from semantic.application.settings import EngineLimits
 from semantic.domain.chat import ServiceClass
 from semantic.domain.events import Finished

@@ -19,7 +19,7 @@ from semantic.application.engine.speculative.planner import (
     is_allowed,
 )
 from semantic.application.engine.steps import StepCosts
-from semantic.application.parsing.text_assembler import TextAssembler
+from semantic.application.parsing import TextAssembler
 from semantic.application.settings import EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.errors import BackendError

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semantic.application.parsing.text_assembler import TextAssembler
+from semantic.application.parsing.reply_parser import TextAssembler
 from semantic.domain.events import ScoredToken
 from semantic.domain.sampling import TokenLogprob
 

@@ -259,11 +259,12 @@ async def test_a_refused_submission_leaves_no_reply_behind(
     service: InferenceService, device: tuple[DeviceThread, ReplyHub], is_stopping: bool
 ) -> None:
     thread, hub = device
-    service.limits = RateLimits(lambda: KeyRing(rate=Rate(tokens=1000)), lambda: 0.0)
+    limits = RateLimits(lambda: KeyRing(rate=Rate(tokens=1000)), lambda: 0.0)
+    service.limits = lambda: limits
     thread.reconfigure(EngineLimits(max_batch_size=1, max_queue=0, batch_window_ms=0))
     endless = StopRules(max_tokens=100_000, ignore_eos=True)
     running = await service.start(replace(REQUEST, stop=endless), ME)
-    (before,) = service.limits.allowances(ME)
+    (before,) = limits.allowances(ME)
     if is_stopping:
         thread.request_stop()
     refusal = DrainingError if is_stopping else OverloadedError
@@ -271,7 +272,7 @@ async def test_a_refused_submission_leaves_no_reply_behind(
         await service.start(REQUEST, ME)
     with pytest.raises(refusal):
         await service.embed(EmbeddingRequest("fake", ("hello",)), ME)
-    (after,) = service.limits.allowances(ME)
+    (after,) = limits.allowances(ME)
     assert before.remaining == after.remaining < 1000
     running.cancel()
     assert isinstance((await read(running))[-1], Failed if is_stopping else Finished)

@@ -16,7 +16,6 @@ from semantic.adapters.inbound.http.connections import CONNECTION, IS_BEYOND_LIM
 from semantic.adapters.inbound.http.errors import allowance_headers, error_response
 from semantic.adapters.inbound.http.middleware import Middleware, RequestCheck, read_off
 from semantic.application.requests.access import Access
-from semantic.application.requests.limits import RateLimits
 from semantic.domain.agents import Principal
 from semantic.domain.errors import AuthenticationError
 
@@ -49,10 +48,9 @@ class CapacityCheck(RequestCheck):
 class Guard(Middleware):
     """Authenticates each request, and refuses what its key does not permit."""
 
-    def __init__(self, app: ASGIApp, access: Access, limits: RateLimits) -> None:
+    def __init__(self, app: ASGIApp, access: Access) -> None:
         super().__init__(app)
         self._access = access
-        self._limits = limits
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._admit(scope)
@@ -93,7 +91,8 @@ class Guard(Middleware):
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for left in self._limits.allowances(principal):
+                limits = self._access.limits()
+                for left in limits.allowances(principal) if limits else ():
                     for name, value in allowance_headers(left).items():
                         headers.setdefault(name, value)
             await send(message)
