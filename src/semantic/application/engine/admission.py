@@ -65,12 +65,12 @@ class SequenceAdmission:
     def _preempt(self, generation: Generation) -> None:
         """Seal, close and requeue a sequence; if it is the only running one, fail it instead."""
         if len(self._scheduler.running) == 1:
-            text = f"memory for the KV cache is full after {len(generation.tokens)} tokens."
-            self._fail(generation, PoolExhaustedError(text))
+            text = f"KV cache memory is full after {len(generation.tokens)} tokens"
+            self._fail(generation, PoolExhaustedError(f"{text}; raise memory_budget_mb."))
             return
         self._counts.preemptions += 1
         self._sharing.seal_tail(generation)
-        self.close(generation)
+        self.close_sequence(generation)
         self._scheduler.requeue(generation)
 
     # -- open and close -------------------------------------------------------------------------
@@ -92,14 +92,14 @@ class SequenceAdmission:
             return True
         self._advance(generation, self._restore_bytes())
         if generation.prefix.is_starved and len(self._scheduler.running) > 1:
-            self.close(generation)
+            self.close_sequence(generation)
             self._scheduler.requeue(generation)
             return False
         return True
 
-    def close(self, generation: Generation) -> None:
+    def close_sequence(self, generation: Generation) -> None:
         """Close a request's sequence and reset its progress."""
-        self._memory.close(generation.seq)
+        self._memory.close_sequence(generation.seq)
         generation.rewind()
 
     @property

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeAlias, assert_never
 
-from semantic.application.engine.embedding import EmbeddingJob
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.model import (
     Call,
@@ -28,7 +27,7 @@ from semantic.application.engine.model import (
     ModelLifecycle,
     Stop,
 )
-from semantic.application.engine.request import EventBatch, EventSink, Job
+from semantic.application.engine.request import EmbeddingJob, EventSink, Job, LiveRequests
 from semantic.application.settings import EngineLimits
 from semantic.domain.errors import (
     BackendError,
@@ -39,7 +38,6 @@ from semantic.domain.errors import (
     PoolExhaustedError,
     SemanticError,
 )
-from semantic.domain.events import Failed, Finished
 from semantic.ports.inbound import ModelState
 from semantic.ports.telemetry import NoTelemetry, TelemetryPort
 
@@ -89,7 +87,6 @@ class DeviceThread:
         self._load = load
         self._make_engine = make_engine
         self.limits = limits
-        self._emit = emit
         self._hang_timeout_s = hang_timeout_s
         self._counts = (telemetry or NoTelemetry()).counts.engine
         self._flush = flush
@@ -97,10 +94,9 @@ class DeviceThread:
         self._taken: deque[Command] = deque()
         self.lifecycle = ModelLifecycle()
         self._lock = self.lifecycle.lock
-        self._live: dict[str, Job | EmbeddingJob] = {}
+        self._live = LiveRequests(self._lock, emit)
         self._num_expected = 0
         self._busy_since: float | None = None
-        self._idle_since = time.monotonic()
         self._exchange: Exchange | None = None  # device thread only: the swap it drains for
         self._drain_until = 0.0
         self._num_cut = 0
@@ -115,14 +111,12 @@ class DeviceThread:
     @property
     def num_live(self) -> int:
         """Requests whose final event has not been emitted."""
-        with self._lock:
-            return len(self._live)
+        return len(self._live)
 
     @property
     def idle_s(self) -> float:
         """Seconds without a waiting or running request; 0 while there is one."""
-        with self._lock:
-            return 0.0 if self._live else time.monotonic() - self._idle_since
+        return self._live.idle_s
 
     def start(self) -> None:
         """Start the threads and begin loading; returns immediately."""
@@ -178,35 +172,39 @@ class DeviceThread:
         limit = self.limits.max_batch_size + self.limits.max_queue
         with self._lock:
             if self.ready_model() is not (model or self.model):
-                raise ModelSwapError("the model was swapped meanwhile.", retry_after_s=1)
+                raise ModelSwapError(
+                    "the model was swapped while the request was prepared.", retry_after_s=1
+                )
             if self.is_draining:
-                raise DrainingError("the server takes no new work.", retry_after_s=5)
+                raise DrainingError(
+                    "the server is draining and accepts no new requests.", retry_after_s=5
+                )
             if len(self._live) >= limit:
-                reason = f"{len(self._live)} requests are waiting or running; try again."
+                reason = f"the queue is full with {len(self._live)} requests; try again."
                 raise OverloadedError(reason, retry_after_s=2)
-            self._live[job.id] = job
+            self._live.add(job)
             # Queued under the lock, so that a `cancel` for this job cannot overtake its submit.
-            self._ask(lambda engine: engine.submit(job))
+            self._call_engine(lambda engine: engine.submit(job))
 
     def cancel(self, job_id: str) -> None:
         """End a request early; an unknown id is ignored."""
-        self._ask(lambda engine: engine.cancel(job_id))
+        self._call_engine(lambda engine: engine.cancel(job_id))
 
     def close_idle(self, agent: str) -> Future[None]:
         """Close an agent's idle copies; the future resolves once they are closed."""
-        return self._ask(lambda engine: engine.close_idle(agent))
+        return self._call_engine(lambda engine: engine.close_idle(agent))
 
     def reconfigure(self, limits: EngineLimits) -> None:
         """Replace the limits, effective from the next step."""
         self.limits = limits
-        self._ask(lambda engine: engine.reconfigure(limits))
+        self._call_engine(lambda engine: engine.reconfigure(limits))
 
     def resize(self, nbytes: int) -> Future[None]:
         """Change the KV cache's memory budget, closing idle copies and evicting blocks to fit.
 
         The future fails with `PoolExhaustedError` if running requests need more.
         """
-        return self._ask(lambda engine: self._resize(engine, nbytes))
+        return self._call_engine(lambda engine: self._resize(engine, nbytes))
 
     def exchange(self, load: Loader | None, *, drain_s: float) -> Future[int]:
         """Unload the model and load another, or none; `submit` is refused from this call on.
@@ -245,7 +243,7 @@ class DeviceThread:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _ask(self, work: Callable[[BlockPoolBatchEngine], None]) -> Future[None]:
+    def _call_engine(self, work: Callable[[BlockPoolBatchEngine], None]) -> Future[None]:
         call = Call(work)
         with self._lock:
             if not self._has_ended:
@@ -255,7 +253,7 @@ class DeviceThread:
         return call.done
 
     def _wake(self) -> None:
-        self._ask(lambda _: None)  # an empty command ends the thread's wait on its queue
+        self._call_engine(lambda _: None)  # an empty command ends the thread's wait on its queue
 
     # -- device thread --------------------------------------------------------------------------
 
@@ -265,7 +263,7 @@ class DeviceThread:
             while exchange is not None:
                 exchange = self._serve(self._open(exchange))
         except BaseException as error:  # noqa: BLE001 - `_end` fails every open request
-            _log.exception("the device thread ended")
+            _log.exception("the device thread failed")
             self.lifecycle.fail(f"the engine failed: {error!r}")
         self._end()
 
@@ -281,7 +279,7 @@ class DeviceThread:
         for command in late:
             if not isinstance(command, Stop) and not command.done.done():
                 command.done.set_exception(error)
-        self._fail_live(error)
+        self._live.fail(error)
 
     def _last_error(self) -> SemanticError:
         if self.state is ModelState.STOPPED:
@@ -299,19 +297,19 @@ class DeviceThread:
         try:
             model = exchange.load(self.lifecycle.note_loading)
             try:
-                engine = self._make_engine(model, self.limits, self._hand_out, self._wake)
+                engine = self._make_engine(model, self.limits, self._live.emit, self._wake)
             except BaseException:
                 model.backend.shutdown()
                 raise
         except Exception as error:  # noqa: BLE001 - /health and clients' errors report it
             if not isinstance(error, SemanticError):
-                _log.exception("the model could not be loaded")
+                _log.exception("failed to load the model")
                 error = ModelSwapError(repr(error))
             self.lifecycle.fail(error.message)
             exchange.done.set_exception(error)
             return None
         self._load = exchange.load
-        self._idle_since = time.monotonic()
+        self._live.reset_idle()
         self.lifecycle.set_ready(exchange, model, engine.longest_sequence)
         exchange.done.set_result(self._num_cut)
         return engine
@@ -340,7 +338,7 @@ class DeviceThread:
             engine.abandon(DrainingError("the server is shutting down.", retry_after_s=5))
             return
         self._num_cut = engine.end_all(
-            ModelSwapError("the model is swapped for another; try again.", retry_after_s=5)
+            ModelSwapError("the model is being swapped; try again.", retry_after_s=5)
         )
         self.lifecycle.note_swapping("flushing the KV cache to disk")
         self._flush()
@@ -368,16 +366,15 @@ class DeviceThread:
         except Exception as error:  # noqa: BLE001 - a defect must not leave requests waiting
             _log.exception("the engine failed")
             failure = self._failure_of(error)
-            with self._lock:
-                affected = set(self._live)  # excludes requests submitted from here on
+            affected = self._live.ids  # excludes requests submitted from here on
             engine.abandon(failure)
-            for name in self._fail_live(failure, affected):
+            for name in self._live.fail(failure, affected):
                 self.cancel(name)  # its submit may still be queued; a failed request must not run
         finally:
             with self._lock:
                 self._busy_since = None
         if self.lifecycle.note_answer():
-            _log.warning("the device answers again")
+            _log.warning("the device responds again")
         if not is_busy and engine.has_work:
             self._await_command(_IDLE_POLL_S)
         return True
@@ -388,24 +385,24 @@ class DeviceThread:
             return BackendError(f"the engine failed: {type(error).__name__}: {error}")
         self._exchange = self._exchange or Exchange(self._load)
         self.lifecycle.note_swapping(error.message)
-        return ModelSwapError(f"{error.message} Loading it again; try again.", retry_after_s=10)
+        return ModelSwapError(f"{error.message} Reloading the model; try again.", retry_after_s=10)
 
     def _take_commands(self, engine: BlockPoolBatchEngine) -> bool:
         """Run queued commands, blocking while the engine is idle; returns False after `Stop`."""
         if not engine.has_work:
             if not self._taken:
                 self._await_command(None)
-            self._await_company()
+            self._await_batch()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._taken.append(self._commands.get_nowait())
         self._busy_since = time.monotonic()  # the watchdog's timer: device calls start here
         while self._taken:
-            if not self._carry_out(engine, self._taken.popleft()):
+            if not self._execute(engine, self._taken.popleft()):
                 return False
         return True
 
-    def _carry_out(self, engine: BlockPoolBatchEngine, command: Command) -> bool:
+    def _execute(self, engine: BlockPoolBatchEngine, command: Command) -> bool:
         match command:
             case Call(work, done):
                 try:
@@ -431,7 +428,7 @@ class DeviceThread:
         with self._lock:
             self.lifecycle.longest_sequence = engine.longest_sequence
 
-    def _await_company(self) -> None:
+    def _await_batch(self) -> None:
         """Wait up to the batch window, so that requests sent together share their first step."""
         until = time.monotonic() + self.limits.batch_window_ms / 1000
         while self._num_expected and (left := until - time.monotonic()) > 0:
@@ -440,29 +437,6 @@ class DeviceThread:
     def _await_command(self, timeout_s: float | None) -> None:
         with contextlib.suppress(queue.Empty):
             self._taken.append(self._commands.get(timeout=timeout_s))
-
-    def _hand_out(self, events: EventBatch) -> None:
-        ended = {name for name, event in events if isinstance(event, Finished | Failed)}
-        with self._lock:
-            # The watchdog may have failed a request already; drop its later events.
-            wanted = [item for item in events if item[0] in self._live]
-            for name in ended:
-                self._live.pop(name, None)
-            self._idle_since = time.monotonic()
-        if wanted:
-            self._emit(wanted)
-
-    def _fail_live(self, error: SemanticError, affected: set[str] | None = None) -> set[str]:
-        """Fail all live requests, or only the affected ones; returns their ids."""
-        with self._lock:
-            waiting = set(self._live) if affected is None else set(self._live) & affected
-            jobs = [self._live.pop(name) for name in waiting]
-        for job in jobs:
-            if isinstance(job, EmbeddingJob):
-                job.fail(error)
-        if waiting:
-            self._emit([(name, Failed(error)) for name in waiting])
-        return waiting
 
     # -- watchdog thread ------------------------------------------------------------------------
 
@@ -474,12 +448,12 @@ class DeviceThread:
                 self._report_hang(since)
 
     def _report_hang(self, since: float) -> None:
-        problem = f"the device did not answer for {self._hang_timeout_s:g} s"
+        problem = f"the device has not responded for {self._hang_timeout_s:g} s"
         with self._lock:
             if self._busy_since != since:
                 return  # the device call returned in the meantime
             self._counts.hangs += self.lifecycle.note_hang(problem)
-        failed = self._fail_live(BackendError(f"{problem}."))
+        failed = self._live.fail(BackendError(f"{problem}."))
         if failed:
             _log.error("%s; failed %d requests", problem, len(failed))
         for name in failed:

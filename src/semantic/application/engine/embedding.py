@@ -5,15 +5,16 @@ Embeddings do not use cached blocks: each text is computed whole, in its own seq
 memory budget. An error fails only the text in which it occurs.
 """
 
-import contextlib
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
-from uuid import uuid4
 
 from semantic.application.engine.memory import WorkingMemory
-from semantic.application.engine.request import NO_SEQUENCE, EventBatch, as_backend_error
+from semantic.application.engine.request import (
+    NO_SEQUENCE,
+    EmbeddingJob,
+    EventBatch,
+    as_backend_error,
+)
 from semantic.domain.errors import PoolExhaustedError, SemanticError
 from semantic.domain.events import Finished, Usage
 from semantic.domain.sampling import FinishReason
@@ -21,34 +22,6 @@ from semantic.ports.backend import ModelBackendPort, SequenceId
 
 _TOKENS_ALONE = 128
 _TOKENS_BESIDE_OTHERS = 32  # small pieces, so that streamed replies do not stutter
-
-
-@dataclass(slots=True, eq=False)
-class EmbeddingJob:
-    """A text to embed.
-
-    Attributes:
-        result: Resolves to the sum; cancelling it stops the computation.
-        num_done: Tokens computed so far.
-        seq: The text's sequence while it is open.
-    """
-
-    tokens: tuple[int, ...]
-    id: str = field(default_factory=lambda: uuid4().hex)
-    result: "Future[tuple[float, ...]]" = field(default_factory=Future)
-    num_done: int = 0
-    sums: tuple[float, ...] = ()
-    seq: SequenceId = NO_SEQUENCE
-
-    def finish(self) -> None:
-        """Resolve the result, unless it is already resolved or cancelled. Thread-safe."""
-        with contextlib.suppress(InvalidStateError):
-            self.result.set_result(self.sums)
-
-    def fail(self, error: SemanticError) -> None:
-        """Resolve the result with an error, unless it is resolved or cancelled. Thread-safe."""
-        with contextlib.suppress(InvalidStateError):
-            self.result.set_exception(error)
 
 
 class EmbeddingQueue:
@@ -129,7 +102,7 @@ class EmbeddingQueue:
     def _end(self, job: EmbeddingJob) -> EventBatch:
         self.is_waiting = False
         if job.seq != NO_SEQUENCE:
-            self._memory.close(job.seq)
+            self._memory.close_sequence(job.seq)
         return [(job.id, Finished(FinishReason.END_TURN, Usage(len(job.tokens))))]
 
     def _compute(self, job: EmbeddingJob, num_tokens: int) -> None:

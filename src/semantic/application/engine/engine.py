@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.admission import SequenceAdmission
-from semantic.application.engine.embedding import EmbeddingJob, EmbeddingQueue
+from semantic.application.engine.embedding import EmbeddingQueue
 from semantic.application.engine.generation import Generation
 from semantic.application.engine.kv_reuse import PrefixSharing
 from semantic.application.engine.memory import WorkingMemory
 from semantic.application.engine.request import (
     Clock,
+    EmbeddingJob,
     EngineEvent,
     EventBatch,
     EventSink,
@@ -126,7 +127,7 @@ class BlockPoolBatchEngine:
         if len(job.tokens) >= self.longest_sequence:
             most = max(self.longest_sequence - 1, 0)
             what = f"a prompt of {len(job.tokens)} tokens does not fit this server's memory"
-            self._fail(generation, PoolExhaustedError(f"{what}; at most {most} do."))
+            self._fail(generation, PoolExhaustedError(f"{what}; the limit is {most} tokens."))
             return
         self._sharing.prefetch(generation)
 
@@ -209,7 +210,7 @@ class BlockPoolBatchEngine:
         lingering = {g.seq for g in self._generations.values() if g.is_done and g.progress.num_rows}
         idle = {copy.seq for copy in self._memory.idle}
         if self._memory.sequences != running | lingering | idle | self._embeddings.sequences:
-            raise AssertionError("memory is reserved for other sequences than those that run")
+            raise AssertionError("memory is reserved for sequences that are not open")
 
     # -- schedule -------------------------------------------------------------------------------
 
@@ -276,13 +277,13 @@ class BlockPoolBatchEngine:
                 self._apply(generation, chunk, row)
             except Exception as error:  # noqa: BLE001 - a defect in one row fails one request
                 if not isinstance(error, InvalidRequestError):
-                    _log.exception("a row could not be handled")
+                    _log.exception("failed to process a row; its request fails")
                 if not generation.is_done:
                     self._fail(generation, as_backend_error(error))
 
     def _isolate(self, rows: Sequence[tuple[Generation, Chunk]], error: Exception) -> None:
         """After a failed step: close its sequences and retry each alone, once."""
-        _log.error("a step of %d rows failed", len(rows), exc_info=error)
+        _log.error("a step of %d rows failed; retrying each row alone", len(rows), exc_info=error)
         failed = {generation.seq: (generation, chunk) for generation, chunk in rows}
         for step in self._launched:
             failed.update({g.seq: (g, c) for g, c in step.rows if g.seq not in failed})
@@ -299,7 +300,7 @@ class BlockPoolBatchEngine:
         elif was_retried:
             self._fail(generation, as_backend_error(error))
         else:
-            self._admission.close(generation)
+            self._admission.close_sequence(generation)
             generation.progress.retry_until = chunk.start + chunk.num_tokens
             self._scheduler.requeue(generation)
 
@@ -376,16 +377,18 @@ class BlockPoolBatchEngine:
             if is_sound and is_finished and generation.progress.num_computed:
                 self._memory.go_idle(generation, self._scheduler.limits.max_idle)
             else:
-                self._admission.close(generation)
+                self._admission.close_sequence(generation)
         if isinstance(generation.final, Finished):
             self._queue_event(generation, generation.reply_state)
         self._queue_event(generation, generation.final)
 
     def _expire(self, now: float) -> None:
         for generation in [g for g in self._generations.values() if g.is_late(now)]:
-            error: SemanticError = GenerationTimeoutError("the request's deadline passed.")
+            error: SemanticError = GenerationTimeoutError("the request exceeded its deadline.")
             if generation is self._short_of_memory:
-                error = PoolExhaustedError("no memory became free in time.", retry_after_s=5)
+                error = PoolExhaustedError(
+                    "no memory became free before the request's deadline.", retry_after_s=5
+                )
             self._fail(generation, error)
 
     def _emit_events(self) -> None:

@@ -136,7 +136,7 @@ class WorkingMemory:
         self._lengths, self._reserved = lengths, needed
         return True
 
-    def close(self, seq: SequenceId) -> None:
+    def close_sequence(self, seq: SequenceId) -> None:
         """Close a sequence and release its reservation."""
         self._backend.close(seq)
         self.resize(seq, 0)
@@ -170,14 +170,14 @@ class WorkingMemory:
         """Close the oldest idle copy other than `spared`; returns False if there is none."""
         for copy in self.idle:
             if copy.seq != spared:
-                self.close(copy.seq)
+                self.close_sequence(copy.seq)
                 return True
         return False
 
     def close_idle_of(self, agent: str) -> None:
         """Close an agent's idle copies."""
         for copy in [copy for copy in self.idle if copy.agent == agent]:
-            self.close(copy.seq)
+            self.close_sequence(copy.seq)
 
     # -- the whole budget -----------------------------------------------------------------------
 

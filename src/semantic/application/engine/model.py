@@ -220,7 +220,7 @@ class ModelLifecycle:
             if self.state is ModelState.FAILED:
                 raise ModelSwapError(f"no model is served: {self.detail}")
             if self.state is ModelState.HUNG:
-                raise ModelSwapError("the device does not answer.", retry_after_s=30)
+                raise ModelSwapError("the device does not respond.", retry_after_s=30)
             if self.state is ModelState.UNLOADED:
                 raise ModelSwapError("no model is loaded.", retry_after_s=2)
             raise ModelSwapError(f"the model is loading: {self.detail}.", retry_after_s=2)

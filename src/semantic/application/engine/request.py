@@ -1,15 +1,19 @@
-"""What the engine is asked for, and what it answers: jobs, drafts and events."""
+"""What the engine receives and what it returns: jobs, drafts and events."""
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
+from uuid import uuid4
 
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import ServiceClass
 from semantic.domain.errors import BackendError, DeviceLostError, SemanticError
-from semantic.domain.events import Event
+from semantic.domain.events import Event, Failed, Finished
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.backend import SequenceId
 from semantic.ports.telemetry import RequestTrace
@@ -61,6 +65,34 @@ class Job:
     trace: RequestTrace = field(default_factory=RequestTrace, compare=False)
 
 
+@dataclass(slots=True, eq=False)
+class EmbeddingJob:
+    """A text to embed.
+
+    Attributes:
+        result: Resolves to the sum; cancelling it stops the computation.
+        num_done: Tokens computed so far.
+        seq: The text's sequence while it is open.
+    """
+
+    tokens: tuple[int, ...]
+    id: str = field(default_factory=lambda: uuid4().hex)
+    result: "Future[tuple[float, ...]]" = field(default_factory=Future)
+    num_done: int = 0
+    sums: tuple[float, ...] = ()
+    seq: SequenceId = NO_SEQUENCE
+
+    def finish(self) -> None:
+        """Resolve the result, unless it is already resolved or cancelled. Thread-safe."""
+        with contextlib.suppress(InvalidStateError):
+            self.result.set_result(self.sums)
+
+    def fail(self, error: SemanticError) -> None:
+        """Resolve the result with an error, unless it is resolved or cancelled. Thread-safe."""
+        with contextlib.suppress(InvalidStateError):
+            self.result.set_exception(error)
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Draft tokens: a prediction of a reply's next tokens, which the model verifies.
@@ -104,6 +136,68 @@ EventBatch: TypeAlias = list[tuple[str, EngineEvent]]
 EventSink: TypeAlias = Callable[[EventBatch], None]
 
 
+class LiveRequests:
+    """Jobs whose final event has not been emitted. Thread-safe."""
+
+    def __init__(self, lock: threading.RLock, emit: EventSink) -> None:
+        """Create an empty set of jobs.
+
+        Args:
+            lock: Protects the jobs; callers hold it to check and add in one piece.
+            emit: Receives the events of live requests.
+        """
+        self._lock, self._emit = lock, emit
+        self._jobs: dict[str, Job | EmbeddingJob] = {}
+        self._idle_since = time.monotonic()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def ids(self) -> set[str]:
+        """The ids of all live requests."""
+        with self._lock:
+            return set(self._jobs)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without a live request; 0 while there is one."""
+        with self._lock:
+            return 0.0 if self._jobs else time.monotonic() - self._idle_since
+
+    def reset_idle(self) -> None:
+        """Count the idle time from now on."""
+        self._idle_since = time.monotonic()
+
+    def add(self, job: Job | EmbeddingJob) -> None:
+        """Add a job; its final event or `fail` removes it."""
+        with self._lock:
+            self._jobs[job.id] = job
+
+    def emit(self, events: EventBatch) -> None:
+        """Emit the events of live requests; drop those of requests that `fail` has ended."""
+        ended = {name for name, event in events if isinstance(event, Finished | Failed)}
+        with self._lock:
+            wanted = [item for item in events if item[0] in self._jobs]
+            for name in ended:
+                self._jobs.pop(name, None)
+            self._idle_since = time.monotonic()
+        if wanted:
+            self._emit(wanted)
+
+    def fail(self, error: SemanticError, affected: set[str] | None = None) -> set[str]:
+        """Fail all live requests, or only the affected ones; returns their ids."""
+        with self._lock:
+            failed = set(self._jobs) if affected is None else set(self._jobs) & affected
+            jobs = [self._jobs.pop(name) for name in failed]
+        for job in jobs:
+            if isinstance(job, EmbeddingJob):
+                job.fail(error)
+        if failed:
+            self._emit([(name, Failed(error)) for name in failed])
+        return failed
+
+
 def as_backend_error(error: Exception) -> SemanticError:
     """Convert an exception into the error that the request fails with.
 
@@ -114,4 +208,4 @@ def as_backend_error(error: Exception) -> SemanticError:
         raise error
     if isinstance(error, SemanticError):
         return error
-    return BackendError(f"the device failed this request: {type(error).__name__}: {error}")
+    return BackendError(f"the backend failed this request: {type(error).__name__}: {error}")

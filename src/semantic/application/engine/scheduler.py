@@ -165,7 +165,7 @@ class ConcurrentScheduler:
         size = fits(self.limits) if behind else 0
         short_size = max(size // self.SHORT_SHARE, self.budget.MIN_TOKENS)
         behind.sort(key=lambda g: self._urgency(g, now))
-        prompts = self._whose_turn(decoding, behind, short_size) if behind else behind
+        prompts = self._prompts_of_step(decoding, behind, short_size) if behind else behind
         drafts = self._drafts_of(decoding, has_prompts=bool(prompts))
         portions = [Portion(g, 1, drafts.get(g.order, NO_DRAFT)) for g in decoding]
         portions += self._prompts(prompts, size - sum(len(p.draft.tokens) for p in portions))
@@ -174,7 +174,7 @@ class ConcurrentScheduler:
             self._serve(portion, now)
         return portions
 
-    def _whose_turn(
+    def _prompts_of_step(
         self, decoding: Sequence[Generation], behind: list[Generation], short_size: int
     ) -> list[Generation]:
         """Return the prompts for this step: only short ones during a break that helps others."""

@@ -19,9 +19,9 @@ from semantic.domain.errors import (
     GenerationTimeoutError,
     ModelSwapError,
     OverloadedError,
+    SemanticError,
     internal_error,
 )
-from semantic.domain.errors import SemanticError as Refusal
 from semantic.domain.events import Event, Failed, Finished, ModelProgress, Usage
 from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import Reply
@@ -34,7 +34,7 @@ StartReply: TypeAlias = Callable[[], Awaitable[Reply]]
 
 
 @dataclass(slots=True, eq=False)
-class _Ticket:
+class _WaitingRequest:
     """A waiting request; `passed` resolves when it may continue, or holds its rejection."""
 
     name: str
@@ -55,8 +55,8 @@ class ModelGate:
         self._models = models
         self._max_waiting = max_waiting
         self.timeout_s = timeout_s
-        self.on_refused: Callable[[Refusal], None] = lambda _: None
-        self._waiting: deque[_Ticket] = deque()
+        self.on_refused: Callable[[SemanticError], None] = lambda _: None
+        self._waiting: deque[_WaitingRequest] = deque()
         self._watch: asyncio.Task[None] | None = None
 
     def model_for(self, name: str) -> LoadedModel:
@@ -70,7 +70,7 @@ class ModelGate:
             SemanticError: as for `reply`.
         """
         while isinstance(admitted := await self._admit(name), str):
-            await self._enter(name, admitted).passed
+            await self._enqueue(name, admitted).passed
         return admitted
 
     async def reply(self, name: str, start: StartReply) -> Reply:
@@ -94,7 +94,7 @@ class ModelGate:
                 if isinstance(await self._admit(name), str):
                     return _WaitingReply(self, name, start)
                 return await start()
-        except Refusal as error:
+        except SemanticError as error:
             self.on_refused(error)
             raise
 
@@ -103,54 +103,56 @@ class ModelGate:
         admitted = await self._admit(name)
         if isinstance(admitted, LoadedModel) and not self._waiting:
             return
-        ticket = self._enter(name, admitted if isinstance(admitted, str) else "waiting")
+        request = self._enqueue(name, admitted if isinstance(admitted, str) else "waiting")
         try:
-            while not ticket.passed.done():
-                yield ticket.progress
-                await asyncio.wait([ticket.passed], timeout=_POLL_S)
-            ticket.passed.result()
+            while not request.passed.done():
+                yield request.progress
+                await asyncio.wait([request.passed], timeout=_POLL_S)
+            request.passed.result()
         finally:
-            ticket.passed.cancel()
+            request.passed.cancel()
 
     async def _admit(self, name: str) -> LoadedModel | str:
         if not self._models.is_known(name):
             await asyncio.to_thread(self._models.refresh)  # reads the disk
         return self._models.admit(name)
 
-    def _enter(self, name: str, progress: str) -> _Ticket:
+    def _enqueue(self, name: str, progress: str) -> _WaitingRequest:
         if len(self._waiting) >= self._max_waiting:
             raise OverloadedError(
                 f"{len(self._waiting)} requests are waiting for a model; try again.",
                 retry_after_s=5,
             )
         now = asyncio.get_running_loop().time()
-        ticket = _Ticket(name, now + self.timeout_s, progress)
-        self._waiting.append(ticket)
+        request = _WaitingRequest(name, now + self.timeout_s, progress)
+        self._waiting.append(request)
         if self._watch is None or self._watch.done():
-            self._watch = asyncio.create_task(self._let_through())
-        return ticket
+            self._watch = asyncio.create_task(self._admit_waiting())
+        return request
 
-    async def _let_through(self) -> None:
+    async def _admit_waiting(self) -> None:
         """Admit waiting requests whose model is loaded, in order, until the queue is empty."""
         while self._waiting:
-            self._waiting = deque(ticket for ticket in self._waiting if not self._is_over(ticket))
+            self._waiting = deque(
+                request for request in self._waiting if not self._is_over(request)
+            )
             await asyncio.sleep(_POLL_S)
 
-    def _is_over(self, ticket: _Ticket) -> bool:
+    def _is_over(self, request: _WaitingRequest) -> bool:
         """Whether a request's wait is over; resolves its future if so."""
-        if ticket.passed.done():
+        if request.passed.done():
             return True
         try:
-            if asyncio.get_running_loop().time() > ticket.deadline:
+            if asyncio.get_running_loop().time() > request.deadline:
                 raise GenerationTimeoutError("the model was not loaded in time.")
-            admitted = self._models.admit(ticket.name)
-        except Refusal as error:
-            ticket.passed.set_exception(error)
+            admitted = self._models.admit(request.name)
+        except SemanticError as error:
+            request.passed.set_exception(error)
             return True
         if isinstance(admitted, str):
-            ticket.progress = admitted
+            request.progress = admitted
             return False
-        ticket.passed.set_result(None)
+        request.passed.set_result(None)
         return True
 
 
@@ -167,14 +169,14 @@ class _WaitingReply:
     async def __aiter__(self) -> AsyncGenerator[Event, None]:
         try:
             for _ in range(_MAX_TRIES):
-                told = ""
+                last = ""
                 async with contextlib.aclosing(self._gate.progress(self._name)) as progress:
                     async for detail in progress:
                         if self._is_cancelled:
                             break
-                        if detail != told:
+                        if detail != last:
                             yield ModelProgress(detail)
-                        told = detail
+                        last = detail
                 if self._is_cancelled:
                     yield Finished(FinishReason.CANCELLED, Usage(0))
                     return
@@ -192,7 +194,7 @@ class _WaitingReply:
             yield event
 
     def _failed(self, error: Exception) -> Failed:
-        if isinstance(error, Refusal):
+        if isinstance(error, SemanticError):
             self._gate.on_refused(error)
             return Failed(error)
         _log.error("failed to start a reply", exc_info=error)

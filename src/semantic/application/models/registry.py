@@ -247,7 +247,7 @@ class ModelRegistry:
         raise ModelNotFoundError(
             f"the model {name!r} is not served here; this server serves {self._current.id!r}, "
             f"also as {', '.join(map(repr, self._names.patterns))}. Use one of these names or "
-            "none, or add yours to the setting model_aliases."
+            "none, or add an alias to the setting model_aliases."
         )
 
     # -- swaps ----------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class ModelRegistry:
             loaded = self._lifecycle.model
             if loaded is not None and wanted.id != loaded.id:
                 raise ConflictError(
-                    f"{loaded.id!r} is loaded, and there is one model at a time; "
+                    f"{loaded.id!r} is loaded, and only one model can be loaded at a time; "
                     "use /admin/models/swap.",
                     param="model",
                 )
@@ -352,7 +352,7 @@ class ModelRegistry:
             report = self._exchange(swap)
         except Exception as error:  # noqa: BLE001 - goes to the swap's future; the thread continues
             if not isinstance(error, SemanticError):
-                _log.exception("a swap failed")
+                _log.exception("failed to swap the model")
                 error = ModelSwapError(f"the swap failed: {error!r}")
             self._publish(swap, "failed", error.message)
             _log.warning("model not swapped: %s", error.message)
@@ -393,7 +393,7 @@ class ModelRegistry:
         try:
             self._device.exchange(load, drain_s=0).result()
         except SemanticError as second:
-            return ModelSwapError(f"{message}; nor could the one before it: {second.message}")
+            return ModelSwapError(f"{message}; nor could the previous model: {second.message}")
         message += f"; {previous.id} is served again." if previous else "."
         if isinstance(error, InvalidRequestError | ModelNotFoundError):
             return InvalidRequestError(message, param="model")
@@ -417,8 +417,8 @@ def _require_fitting(entry: ModelEntry) -> None:
     if entry.fits is False:
         raise InvalidRequestError(
             f"{entry.id} does not fit: its weights take {entry.num_bytes / 2**20:,.0f} MB on disk, "
-            "more than this machine has for them beside memory_budget_mb. Take a smaller or a "
-            "quantised one, or change model_budget_mb.",
+            "more than the memory left beside memory_budget_mb. Use a smaller or a quantised "
+            "model, or change model_budget_mb.",
             param="model",
         )
 

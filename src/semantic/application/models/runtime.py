@@ -80,7 +80,7 @@ class Runtime:
             self._device.resize(nbytes).result(_RESIZE_S)
         except PoolExhaustedError as error:
             raise ConflictError(
-                f"memory_budget_mb {megabytes} is too little for what runs now: {error.message}.",
+                f"memory_budget_mb {megabytes} is too small for what runs now: {error.message}.",
                 param="memory_budget_mb",
             ) from error
         except FutureTimeoutError as error:

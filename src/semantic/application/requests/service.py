@@ -13,8 +13,8 @@ from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.running_turns import TurnWatch
 from semantic.application.agents.turn_log import FinishedTurn, turn_id
 from semantic.application.engine.device_thread import DeviceThread
-from semantic.application.engine.embedding import EmbeddingJob
 from semantic.application.engine.model import LoadedModel
+from semantic.application.engine.request import EmbeddingJob
 from semantic.application.models.gate import ModelGate
 from semantic.application.parsing import ReplyParser
 from semantic.application.prompt.replay import (

@@ -11,9 +11,8 @@ import pytest
 
 from semantic.adapters.outbound.backends.fake import FakeTokenizer, fake_spec
 from semantic.application.engine.device_thread import DeviceThread
-from semantic.application.engine.embedding import EmbeddingJob
 from semantic.application.engine.model import Command, LoadedModel
-from semantic.application.engine.request import EngineEvent, EventBatch
+from semantic.application.engine.request import EmbeddingJob, EngineEvent, EventBatch
 from semantic.application.settings import EngineLimits
 from semantic.domain.errors import (
     BackendError,
@@ -210,7 +209,7 @@ def test_a_hung_device_is_noticed_answered_for_and_forgiven() -> None:
         for name in ("running", "waiting"):
             assert isinstance(made.error(name), BackendError)
         made.await_state(ModelState.HUNG)
-        with pytest.raises(ModelSwapError, match="does not answer"):
+        with pytest.raises(ModelSwapError, match="does not respond"):
             made.submit("late")
         made.backend.gate.set()
         made.await_state(ModelState.READY)
@@ -296,7 +295,7 @@ def test_a_model_whose_device_is_lost_is_loaded_again(
         made.submit("a")
         error = made.error("a")
         assert isinstance(error, ModelSwapError)
-        assert error.message == "a shard has ended. Loading it again; try again."
+        assert error.message == "a shard has ended. Reloading the model; try again."
         made.await_state(ModelState.READY)
         made.submit("b")
         assert made.reason("b") is FinishReason.MAX_TOKENS

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from semantic.adapters.outbound.backends.fake import FakeTokenizer, fake_spec
-from semantic.application.engine.embedding import EmbeddingJob
 from semantic.application.engine.model import LoadedModel
+from semantic.application.engine.request import EmbeddingJob
 from semantic.domain.errors import (
     BackendError,
     DrainingError,

@@ -217,7 +217,7 @@ def test_what_cannot_fit_alone_is_refused_with_the_maximum() -> None:
     rig = make_rig(budget_tokens=50)
     small = make_job("small", "x" * 20)
     rig.serve(make_job("big", "x" * 60), small)
-    assert "at most 49" in rig.error("big", PoolExhaustedError)
+    assert "the limit is 49" in rig.error("big", PoolExhaustedError)
     rig.expect_alone(small)
 
 

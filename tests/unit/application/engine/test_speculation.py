@@ -315,8 +315,8 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
         memory.shrink(tenant, said)
     assert 2**20 < memory.nbytes <= 2**21
     own = tenant.begin("b", ())
-    assert tenant.find([63 * 1000 + i for i in range(5, 9)], own)
-    assert tenant.find(list(range(5, 9)), own) is None
+    assert tenant.find_draft([63 * 1000 + i for i in range(5, 9)], own)
+    assert tenant.find_draft(list(range(5, 9)), own) is None
 
 
 def test_what_a_memory_takes_is_what_its_conversations_take() -> None:
@@ -352,13 +352,13 @@ def test_the_longest_match_goes_first_and_most_votes_win() -> None:
     for said in ([1, 2, 3, 4, 5, 60], [9, 2, 3, 4, 5, 70], [8, 2, 3, 4, 5, 70]):
         memory.extend(memory.begin("a", ()), said)
     own = memory.begin("b", ())
-    assert [m.tokens[0] for m in [memory.find([1, 2, 3, 4, 5], own)] if m] == [60]
-    voted = memory.find([7, 2, 3, 4, 5], own)
+    assert [m.tokens[0] for m in [memory.find_draft([1, 2, 3, 4, 5], own)] if m] == [60]
+    voted = memory.find_draft([7, 2, 3, 4, 5], own)
     assert voted is not None
     assert voted.tokens == [70]
     assert not voted.is_unanimous
     memory.extend(own, [1, 2, 3] * 4)
-    looped = memory.find([1, 2, 3] * 4, own)
+    looped = memory.find_draft([1, 2, 3] * 4, own)
     assert looped is not None
     assert looped.tokens[:6] == [1, 2, 3, 1, 2, 3]
 

@@ -22,7 +22,7 @@ MAX_MATCH: Final = 32  # longer matches do not predict better
 _GRAMS = (8, 3)  # n-gram sizes of the index: the lookup tries the long one first
 _LENGTHS = (4, 5, 6, 8, 12, 16, 24, MAX_MATCH)  # match lengths that the lookup distinguishes
 _MAX_PLACES = 8  # places compared per lookup
-_MAX_GUESS = 48
+_MAX_DRAFT = 48
 _SLOTS = 1 << 16
 _PLACE_BITS = 24  # low bits of a place: the position; the high bits number the conversation
 _NOWHERE = -1
@@ -64,7 +64,6 @@ class TokenHistory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens and links."""
         return len(self.tokens) * _ID_BYTES + len(_GRAMS) * len(self.links[0]) * _LINK_BYTES
 
 
@@ -116,7 +115,7 @@ class TenantMemory:
                 return True
         return False
 
-    def find(self, tokens: Sequence[int], own: TokenHistory) -> DraftMatch | None:
+    def find_draft(self, tokens: Sequence[int], own: TokenHistory) -> DraftMatch | None:
         """Find draft tokens that may follow `tokens`; None if no n-gram matches.
 
         Args:
@@ -169,11 +168,11 @@ def _voted(
     token, _ = votes.most_common(1)[0]
     agreeing = [(known, place) for known, place in places if known.tokens[place] == token]
     known, place = min(agreeing, key=lambda at: (at[0] is not own, at[0].agent != own.agent))
-    guess = known.tokens[place : place + _MAX_GUESS].tolist()
-    if known is own and len(guess) < _MAX_GUESS:
+    draft = known.tokens[place : place + _MAX_DRAFT].tolist()
+    if known is own and len(draft) < _MAX_DRAFT:
         # The sequence repeats itself and the copy reaches its end: continue the cycle.
-        guess = list(itertools.islice(itertools.cycle(guess), _MAX_GUESS))
-    return DraftMatch(guess, length, len(votes) == 1)
+        draft = list(itertools.islice(itertools.cycle(draft), _MAX_DRAFT))
+    return DraftMatch(draft, length, len(votes) == 1)
 
 
 class DraftMemory:
@@ -185,7 +184,6 @@ class DraftMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tenants' memories."""
         return sum(memory.nbytes for memory in self._tenants.values())
 
     def of(self, root: BlockName) -> TenantMemory:

@@ -97,12 +97,12 @@ def _count(counts: list[float], is_hit: bool, limit: float) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class _Follower:
+class _ReplyDrafts:
     """The drafting state of one reply.
 
     Attributes:
         num_seen: Tokens of prompt and reply that were compared with the draft.
-        guess: Draft tokens that may follow those; empty if a lookup found none.
+        draft: Draft tokens that may follow those; empty if a lookup found none.
         length: Tokens before the draft that match the place it was found at.
         counts: This reply's correct draft tokens, and all its draft tokens.
         is_stale: Whether there are new tokens to look up a draft for.
@@ -113,7 +113,7 @@ class _Follower:
     memory: TenantMemory
     conversation: TokenHistory
     num_seen: int
-    guess: list[int]
+    draft: list[int]
     length: int = 0
     is_unanimous: bool = True
     counts: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -124,16 +124,16 @@ class _Follower:
     def catch_up(self, tokens: Sequence[int], rates: HitRates) -> None:
         """Compare new tokens with the draft; if none is left, index them and look up another."""
         for token in tokens[self.num_seen :]:
-            if self.guess:
-                is_hit = token == self.guess[0]
+            if self.draft:
+                is_hit = token == self.draft[0]
                 self.num_misses = 0 if is_hit else self.num_misses + 1
                 rates.note(self.length, is_unanimous=self.is_unanimous, is_hit=is_hit)
                 _count(self.counts, is_hit, _MAX_OWN_COUNT)
-                self.guess = self.guess[1:] if is_hit else []
+                self.draft = self.draft[1:] if is_hit else []
                 self.length += 1
             self.is_stale = True
         self.num_seen = len(tokens)
-        if not self.guess and self.is_stale:
+        if not self.draft and self.is_stale:
             self.pause -= 1
             if self.pause < 0:
                 self._remember(tokens)
@@ -141,9 +141,9 @@ class _Follower:
         self.is_stale = False
 
     def _look_up(self, tokens: Sequence[int]) -> None:
-        match = self.memory.find(tokens, self.conversation)
+        match = self.memory.find_draft(tokens, self.conversation)
         if match is not None:
-            self.guess, self.length = match.tokens, match.length
+            self.draft, self.length = match.tokens, match.length
             self.is_unanimous = match.is_unanimous
         else:
             self.num_misses += 1
@@ -157,7 +157,7 @@ class _Follower:
     def chances(self, rates: HitRates, limit: int) -> Iterator[float]:
         """Yield the probability that the first draft token, the first two, ... are all correct."""
         chance, (hits, tries) = 1.0, self.counts
-        for place in range(min(limit, len(self.guess))):
+        for place in range(min(limit, len(self.draft))):
             rate = rates.rate(self.length + place, is_unanimous=self.is_unanimous)
             chance *= (_OWN_WEIGHT * rate + hits) / (_OWN_WEIGHT + tries)
             if chance < _WORTHLESS:
@@ -180,7 +180,7 @@ class AdaptiveDraftPlanner:
         self._ends = ends
         self._costs = StepCosts()
         self._rates = HitRates()
-        self._followers: dict[int, _Follower] = {}
+        self._reply_drafts: dict[int, _ReplyDrafts] = {}
         self._unread: deque[tuple[TenantMemory, TokenHistory, Sequence[int]]]
         self._unread = deque(maxlen=_MAX_UNREAD)
 
@@ -190,7 +190,6 @@ class AdaptiveDraftPlanner:
         return len(self._unread)
 
     def plan(self, rows: Sequence[Generation], *, has_prompts: bool) -> dict[int, Draft]:
-        """Return drafts for the rows where they raise tokens per second."""
         if not self.max_draft:
             return {}
         self._remember_more()
@@ -216,21 +215,20 @@ class AdaptiveDraftPlanner:
             return False
         chances = []
         for row in rows:
-            follower = self._follower(row)
-            follower.catch_up(row.tokens, self._rates)
-            found = list(follower.chances(self._rates, self.max_draft + 1))
+            reply = self._drafts_of(row)
+            reply.catch_up(row.tokens, self._rates)
+            found = list(reply.chances(self._rates, self.max_draft + 1))
             chances.append(found[1 : 1 + self._room(row)])
         return any(self._chosen(chances, has_prompts=False))
 
     def observe(self, num_rows: int, num_drafted: int, seconds: float) -> None:
-        """Learn the duration of a step without prompts."""
         self._costs.observe(num_rows, num_drafted, seconds)
 
     def forget(self, generation: Generation) -> None:
         """Drop an ended request's state and queue the rest of its tokens for indexing."""
-        follower = self._followers.pop(generation.order, None)
-        if follower is not None:
-            self._unread.append((follower.memory, follower.conversation, generation.tokens))
+        reply = self._reply_drafts.pop(generation.order, None)
+        if reply is not None:
+            self._unread.append((reply.memory, reply.conversation, generation.tokens))
 
     def _remember_more(self) -> None:
         """Index one piece of the oldest waiting text; a whole long text would delay the step."""
@@ -245,8 +243,8 @@ class AdaptiveDraftPlanner:
 
     # -- one row --------------------------------------------------------------------------------
 
-    def _follower(self, row: Generation) -> _Follower:
-        if row.order not in self._followers:
+    def _drafts_of(self, row: Generation) -> _ReplyDrafts:
+        if row.order not in self._reply_drafts:
             job = row.job
             memory = self.memory.of(job.root)
             for text in (job.prediction, *job.past):
@@ -254,10 +252,10 @@ class AdaptiveDraftPlanner:
                     self._unread.append((memory, memory.begin("", text), text))
             conversation = memory.begin(job.agent, job.tokens)
             self.memory.shrink(memory, conversation)
-            self._followers[row.order] = _Follower(
+            self._reply_drafts[row.order] = _ReplyDrafts(
                 memory, conversation, row.num_prompt, list(job.prediction), MAX_MATCH // 2
             )
-        return self._followers[row.order]
+        return self._reply_drafts[row.order]
 
     def _room(self, row: Generation) -> int:
         room = min(
@@ -267,22 +265,22 @@ class AdaptiveDraftPlanner:
 
     def _offer(self, row: Generation, *, is_hopeful: bool) -> tuple[Draft, list[float]]:
         """Return a row's draft and the probability that each prefix of it is correct."""
-        follower, limit = self._follower(row), self._room(row)
-        follower.catch_up(row.tokens, self._rates)
-        if limit < 1 or not (follower.guess or row.constraint):
+        reply, limit = self._drafts_of(row), self._room(row)
+        reply.catch_up(row.tokens, self._rates)
+        if limit < 1 or not (reply.draft or row.constraint):
             return NO_DRAFT, []
         if row.constraint is not None:
             offer: tuple[Draft, list[float]] = NO_DRAFT, []
             # A failing constraint fails again in `next_chunk`, which ends its request.
             with contextlib.suppress(Exception):
-                offer = self._constrained(row.constraint, follower, limit if is_hopeful else 0)
+                offer = self._constrained(row.constraint, reply, limit if is_hopeful else 0)
             return offer
-        guess = follower.guess[:limit]
-        end = next((at + 1 for at, token in enumerate(guess) if token in self._ends), limit)
-        return Draft(tuple(guess[:end])), list(follower.chances(self._rates, end))
+        draft = reply.draft[:limit]
+        end = next((at + 1 for at, token in enumerate(draft) if token in self._ends), limit)
+        return Draft(tuple(draft[:end])), list(reply.chances(self._rates, end))
 
     def _constrained(
-        self, constraint: TokenConstraint, follower: _Follower, limit: int
+        self, constraint: TokenConstraint, reply: _ReplyDrafts, limit: int
     ) -> tuple[Draft, list[float]]:
         """Draft the tokens that a grammar forces, and those of the draft that it allows."""
         if not limit:
@@ -290,16 +288,16 @@ class AdaptiveDraftPlanner:
         masks, states = [constraint.allowed()], [constraint]
         tokens: list[int] = []
         chances: list[float] = []
-        guess, rates, chance = follower.guess, list(follower.chances(self._rates, limit)), 1.0
+        draft, rates, chance = reply.draft, list(reply.chances(self._rates, limit)), 1.0
         while len(tokens) < limit:
             at = len(tokens)
             token = forced_token(masks[-1])
             if token is None:
-                if at >= len(rates) or not is_allowed(masks[-1], guess[at]):
+                if at >= len(rates) or not is_allowed(masks[-1], draft[at]):
                     break
-                token, chance = guess[at], min(chance, rates[at])
-            elif at >= len(guess) or guess[at] != token:
-                guess = []  # the forced token differs, so the rest of the draft does not apply
+                token, chance = draft[at], min(chance, rates[at])
+            elif at >= len(draft) or draft[at] != token:
+                draft = []  # the forced token differs, so the rest of the draft does not apply
                 rates = []
             if token in self._ends:
                 break
