@@ -35,10 +35,12 @@ class BlockOwners:
 
         That is the quota of its tenant less the size of the tenant's agents and turns.
         """
+        storage = self._agents.storage
+        if storage is None:
+            return None  # no tenant has a quota
         tenant, _ = self._owner(root)
         quota = self._quotas.of(tenant)
-        storage = self._agents.storage
-        if not tenant or quota is None or storage is None:
+        if not tenant or quota is None:
             return quota
         return max(0, quota - storage.used(tenant))
 
