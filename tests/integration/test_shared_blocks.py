@@ -89,9 +89,9 @@ class Machine:
         own.load()
         files = SafetensorsCache(directory)
         self.disk = DiskTier(files, own, DiskLimits(2**30, 2**30))
-        self.remote = ObjectTier(files, objects, SharedParts(ledger))
+        self.shared = ObjectTier(files, objects, SharedParts(ledger))
         pool = BlockPool(fake_spec(block_tokens=BLOCK), 2**24)
-        self.store = AgentCacheStore(pool, self.disk, remote=self.remote)
+        self.store = AgentCacheStore(pool, self.disk, shared=self.shared)
         self.disk.start(self.store.is_on_disk)
 
     def seal(self, tokens: list[int]) -> None:
@@ -119,7 +119,7 @@ class Machine:
 
     def close(self) -> None:
         self.store.check_integrity()
-        self.remote.close(60)
+        self.shared.close(60)
         assert self.disk.close(60)
 
 

@@ -236,7 +236,7 @@ class AgentMemory:
             self.disk,
             on_moved=self.agents.log.move,
             telemetry=self._telemetry,
-            remote=self._shared_blocks,
+            shared=self._shared_blocks,
         )
         store.serve(spec, roots)
         drafts_bytes = draft_memory.MEMORY_BYTES

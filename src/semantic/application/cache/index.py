@@ -37,7 +37,7 @@ class BlockNode:
         tokens: Its token ids, packed.
         payloads: Parts in memory.
         files: Parts on disk.
-        remote: Parts known to be in the object store.
+        shared: Parts known to be in the shared tier.
         num_leases: Readers that depend on its files.
         num_pins: Pinned agents it belongs to.
         last_kept: When its window or state part was last used, or last needed by a boundary.
@@ -50,7 +50,7 @@ class BlockNode:
     tokens: bytes
     payloads: dict[LayerKind, KVPayload] = field(default_factory=dict)
     files: dict[LayerKind, BlockPart] = field(default_factory=dict)
-    remote: dict[LayerKind, BlockPart] = field(default_factory=dict)
+    shared: dict[LayerKind, BlockPart] = field(default_factory=dict)
     num_leases: int = 0
     num_pins: int = 0
     last_used: float = 0.0
@@ -66,7 +66,7 @@ class BlockNode:
 
     def has(self, kind: LayerKind) -> bool:
         """Whether a part is in memory, on disk or in the object store."""
-        return kind in self.payloads or kind in self.files or kind in self.remote
+        return kind in self.payloads or kind in self.files or kind in self.shared
 
     def part_to_read(self, kind: LayerKind) -> BlockPart | None:
         """Return the part to read, from disk if possible, else from the object store.
@@ -75,7 +75,7 @@ class BlockNode:
         """
         if kind in self.payloads:
             return None
-        return self.files.get(kind) or self.remote.get(kind)
+        return self.files.get(kind) or self.shared.get(kind)
 
     @property
     def memory_bytes(self) -> int:
@@ -279,7 +279,7 @@ class BlockIndex:
     def prune(self, node: BlockNode) -> None:
         """Remove a node that has no payload, no file and no lease.
 
-        If the block is in the object store, the shared index finds it again when a prompt needs it.
+        If the block is also in the shared tier, a prompt that needs it finds it there again.
         """
         is_known = self._nodes.get(node.name) is node  # not a newer node of the same name
         if is_known and not (node.payloads or node.files or node.num_leases):

@@ -40,7 +40,7 @@ class WantedPart:
         """Return the part to read from disk; None if it is in memory or not on disk."""
         return self.node.files.get(self.kind) if self.kind not in self.node.payloads else None
 
-    def remote_part(self) -> BlockPart | None:
+    def shared_part(self) -> BlockPart | None:
         """Return the part to read from the object store; None if it is in memory or on disk."""
         return None if self.disk_part() else self.node.part_to_read(self.kind)
 
@@ -173,7 +173,7 @@ class ReadCosts:
     """Estimate the seconds to read a number of bytes from each tier; None without such a tier."""
 
     disk: Callable[[int], float] | None
-    remote: Callable[[int], float] | None
+    shared: Callable[[int], float] | None
 
 
 def worth_reading(
@@ -199,7 +199,7 @@ def worth_reading(
     if not seconds_per_token:
         return plan
     for seconds_to_read, part_to_read in (
-        (costs.remote, WantedPart.remote_part),
+        (costs.shared, WantedPart.shared_part),
         (costs.disk, WantedPart.disk_part),
     ):
         if seconds_to_read is None:

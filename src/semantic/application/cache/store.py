@@ -52,7 +52,7 @@ class AgentCacheStore:
         on_moved: OnMoved | None = None,
         now: Callable[[], float] = time.time,
         telemetry: TelemetryPort | None = None,
-        remote: SharedBlocksPort | None = None,
+        shared: SharedBlocksPort | None = None,
     ) -> None:
         """Start empty.
 
@@ -62,15 +62,15 @@ class AgentCacheStore:
             on_moved: Called in the lock when pointers to one block must move to another block.
             now: Returns seconds since the epoch.
             telemetry: Sink for events; None disables it.
-            remote: Parts that several servers share; None on a single server.
+            shared: Parts that several servers share; None on a single server.
         """
         self.telemetry: TelemetryPort = telemetry or NoTelemetry()
         self.counts: CacheCounts = self.telemetry.counts.cache
         self._pool = pool
         self._now = now
-        self.tiers = BlockTiers(pool, disk, self.counts, on_moved, remote)
+        self.tiers = BlockTiers(pool, disk, self.counts, on_moved, shared)
         self.read_costs = ReadCosts(
-            disk.cost.seconds_to_read if disk else None, remote.seconds_to_read if remote else None
+            disk.cost.seconds_to_read if disk else None, shared.seconds_to_read if shared else None
         )
         self._index, self._lock = self.tiers.index, self.tiers.lock
         self.spec: ModelCacheSpec = pool.spec
@@ -113,18 +113,18 @@ class AgentCacheStore:
         Does nothing if less than one block of the prompt is unknown here. Sends one query to the
         shared index, so it must not run on the engine's thread.
         """
-        remote, packed = self.tiers.remote, pack_tokens(tokens)
-        if remote is None:
+        shared, packed = self.tiers.shared, pack_tokens(tokens)
+        if shared is None:
             return
         with self._lock:
             end = self._index.match(root, packed, self.spec.block_tokens).end
         if len(tokens) - end < self.spec.block_tokens:
             return
-        parts = remote.follow(root, packed)
+        parts = shared.follow(root, packed)
         with self._lock:
             for part in parts:
                 node = self._index.add(part.root, part.parent, part.start, part.tokens)
-                node.remote.setdefault(part.kind, part)
+                node.shared.setdefault(part.kind, part)
                 node.last_used = node.last_used or self._now()
             self._index.version += len(parts)
 

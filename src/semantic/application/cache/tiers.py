@@ -60,7 +60,7 @@ class BlockTiers:
         index: All known blocks.
         pool: Counts the bytes in memory and chooses the parts to evict.
         disk: Writes and reads files; None if blocks are kept in memory only.
-        remote: Parts that several servers share; None on a single server.
+        shared: Parts that several servers share; None on a single server.
         lock: Guards all of these.
         counts: Counters since the start.
     """
@@ -71,12 +71,12 @@ class BlockTiers:
         disk: DiskTier | None,
         counts: CacheCounts,
         on_moved: OnMoved | None = None,
-        remote: SharedBlocksPort | None = None,
+        shared: SharedBlocksPort | None = None,
     ) -> None:
         self.index = BlockIndex()
         self.pool = pool
         self.disk = disk
-        self.remote = remote
+        self.shared = shared
         self.lock = threading.RLock()
         self.counts = counts
         self._on_moved = on_moved
@@ -229,7 +229,7 @@ class BlockTiers:
     def _begin_reading(self, wanted: WantedPart, waiting: list[HeldPart]) -> bool:
         """Reserve room for a part and start reading it; False if there is no room."""
         part, nbytes = wanted.node.part_to_read(wanted.kind), self.room_for(wanted)
-        source = self.disk if wanted.kind in wanted.node.files else self.remote
+        source = self.disk if wanted.kind in wanted.node.files else self.shared
         assert part is not None and source is not None  # noqa: S101, PT018 - callers check
         try:
             self.reserve(nbytes)
@@ -335,8 +335,8 @@ class BlockTiers:
             self.counts.written += 1
             self.counts.written_bytes += file.nbytes
             self.index.put_file(node, file)
-            if self.remote is not None and file.kind not in node.remote:
-                self.remote.offer(file, self._end_upload)
+            if self.shared is not None and file.kind not in node.shared:
+                self.shared.offer(file, self._end_upload)
             self.free_tails(node)
             self._free_if_tail(node)
             self.offer_again()
@@ -346,7 +346,7 @@ class BlockTiers:
         with self.lock:
             node = self.index.get(part.name)
             if node is not None:
-                node.remote[part.kind] = part
+                node.shared[part.kind] = part
 
     def _lose_payload(self, part: BlockPart) -> None:
         """Drop a part that could not be copied from the device. Runs on the writer's thread."""
@@ -380,7 +380,7 @@ class BlockTiers:
         """Delete a part's file, if any; returns its bytes. A corrupt file goes to quarantine."""
         file = self.index.pop_file(part.node, part.kind)
         if file is None and reason is EvictionReason.CORRUPT:
-            part.node.remote.pop(part.kind, None)  # the object store had the corrupt copy
+            part.node.shared.pop(part.kind, None)  # the shared copy was corrupt
             self.index.version += 1
         if file is not None and self.disk is not None:
             self.counts.evictions["disk", reason.value] += 1
@@ -452,6 +452,6 @@ class BlockTiers:
             raise AssertionError("index, payloads and pool differ")
         if not self._writing <= keys:
             raise AssertionError("a part that is being written is not in memory")
-        if any(not (n.payloads or n.files or n.remote or n.num_leases) for n in self.index):
+        if any(not (n.payloads or n.files or n.shared or n.num_leases) for n in self.index):
             raise AssertionError("a node without parts is in the index")
         self.index.check_integrity()
