@@ -132,6 +132,22 @@ def test_prompts_in_chunks_have_the_state_of_the_models_own_code(
         np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
+@pytest.mark.parametrize("variant", ["avx2", "dotprod"])
+def test_attention_inputs_may_have_different_numbers_of_bits(
+    native_directory: Path, variant: str, tmp_path: Path
+) -> None:
+    """AVX2 reads activations for 8-bit weights in another form than for 4-bit weights."""
+    build = NativeBuild(native_directory, variant)
+    try:
+        build.library()
+    except InvalidRequestError as error:
+        pytest.skip(str(error))
+    directory = write_grouped(tmp_path, LlamaConfig(**WIDE), {"k_proj": 8})
+    backend = TorchBackend(directory, spec_of(directory), TorchOptions(native=build))
+    assert backend._decoder is not None
+    check_batch(backend, [prompt(20 + n, seed=n) for n in range(2)])
+
+
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
