@@ -145,7 +145,7 @@ def served(backend: MlxBackend, lengths: list[int]) -> Callable[[], None]:
 def prefill(backend: MlxBackend, seq: SequenceId, length: int) -> None:
     """Compute a prompt in chunks."""
     tokens = [1 + i % 999 for i in range(length)]
-    backend.open(seq, tokens)
+    backend.open_sequence(seq, tokens)
     for start in range(0, length, PREFILL):
         chunk = Chunk(seq, start, tuple(tokens[start : start + PREFILL]))
         backend.collect(backend.launch(Step((chunk,))))
@@ -183,7 +183,7 @@ def measure(report: Report) -> None:
             bare(loaded, len(lengths), average), served(backend, lengths), num_steps=options.steps
         )
         for row in range(len(lengths)):
-            backend.close(SequenceId(row))
+            backend.close_sequence(SequenceId(row))
         mx.clear_cache()
         num_bytes = weight_bytes + sum(lengths) * token_bytes
         report.add(f"{given}, bare", plain * 1e3, "ms")

@@ -123,7 +123,7 @@ class Readers:
     def __init__(self, backend: ListeningBackend, tokens: Sequence[int], num_first: int) -> None:
         self._backend, self._tokens, self._length = backend, tokens, num_first
         self._codecs = {SequenceId(bits): KVCodec(name) for bits, name in FORMATS.items()}
-        backend.open(SOURCE, tokens)
+        backend.open_sequence(SOURCE, tokens)
         for start in range(0, num_first, 512):
             chunk = Chunk(SOURCE, start, tuple(tokens[start : min(start + 512, num_first)]))
             backend.collect(backend.launch(Step((chunk,))))
@@ -134,9 +134,9 @@ class Readers:
         for sequence, codec in self._codecs.items():
             blocks = [rest(codec, block) for block in self._blocks(self._origin[sequence])]
             if self._origin[sequence] == sequence:
-                self._backend.close(sequence)
+                self._backend.close_sequence(sequence)
             self._origin[sequence] = sequence
-            self._backend.open(sequence, self._tokens)
+            self._backend.open_sequence(sequence, self._tokens)
             self._backend.load(sequence, blocks, self._length)
 
     def _blocks(self, sequence: SequenceId) -> list[KVPayload]:
@@ -161,7 +161,7 @@ class Readers:
 
     def close(self) -> None:
         for sequence in (SOURCE, *self._codecs):
-            self._backend.close(sequence)
+            self._backend.close_sequence(sequence)
 
 
 def divergences(

@@ -62,13 +62,13 @@ class Bench:
         """Return the seconds of one step over the new tokens of a sequence of this length."""
         seq = SequenceId(10**6)
         tokens = (np.arange(num_held) * 7 % 40000 + 1000).tolist()
-        self.backend.open(seq, tokens)
+        self.backend.open_sequence(seq, tokens)
         for start in range(0, num_held, 512):
             chunk = Chunk(seq, start, tuple(tokens[start : start + 512]))
             self.backend.collect(self.backend.launch(Step((chunk,))))
         chunk = Chunk(seq, num_held, tuple(tokens[:NUM_NEW]), Draw(GREEDY, num_held))
         elapsed = seconds(lambda: self.backend.collect(self.backend.launch(Step((chunk,)))))
-        self.backend.close(seq)
+        self.backend.close_sequence(seq)
         return elapsed
 
 

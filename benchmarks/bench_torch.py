@@ -55,7 +55,7 @@ def generate_speed(model: Any, prompt: list[int]) -> float:
 def prefill_speed(made: TorchBackend, prompt: list[int], chunk_size: int) -> float:
     """Return the backend's tokens per second, in chunks."""
     seq = SequenceId(0)
-    made.open(seq, prompt)
+    made.open_sequence(seq, prompt)
 
     def compute() -> None:
         for start in range(0, len(prompt), chunk_size):
@@ -65,7 +65,7 @@ def prefill_speed(made: TorchBackend, prompt: list[int], chunk_size: int) -> flo
             made.collect(made.launch(Step((Chunk(seq, start, tokens, draw),))))
 
     elapsed = seconds(compute)
-    made.close(seq)
+    made.close_sequence(seq)
     return len(prompt) / elapsed
 
 
@@ -73,7 +73,7 @@ def decode_speed(made: TorchBackend, prompt: list[int], num_sequences: int) -> f
     """Return the tokens per second of all sequences together."""
     draw = Draw(GREEDY, len(prompt))
     for seq in range(num_sequences):
-        made.open(SequenceId(seq), prompt)
+        made.open_sequence(SequenceId(seq), prompt)
         first = Chunk(SequenceId(seq), 0, (*prompt[:-1], seq + 100), draw)
         made.collect(made.launch(Step((first,))))
 
@@ -87,7 +87,7 @@ def decode_speed(made: TorchBackend, prompt: list[int], num_sequences: int) -> f
 
     elapsed = seconds(decode)
     for seq in range(num_sequences):
-        made.close(SequenceId(seq))
+        made.close_sequence(SequenceId(seq))
     return num_sequences * NUM_NEW / elapsed
 
 

@@ -87,7 +87,7 @@ def begin(
 ) -> list[list[int]]:
     """Open sequences and compute their prompts and some tokens, in one batch."""
     for place, prompt in enumerate(prompts):
-        backend.open(SequenceId(first + place), list(prompt))
+        backend.open_sequence(SequenceId(first + place), list(prompt))
     draws = [Draw(GREEDY, len(prompt)) for prompt in prompts]
     chunks = [Chunk(SequenceId(first + i), 0, tuple(p), draws[i]) for i, p in enumerate(prompts)]
     texts = [[token] for token in run_step(backend, chunks)]
@@ -138,18 +138,18 @@ def resumed_as_alone(
     for place, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         tokens = [*prompt, *text]
         payloads = extract(backend, SequenceId(place), len(tokens) - 1)
-        backend.close(SequenceId(place))
+        backend.close_sequence(SequenceId(place))
         if has_files:
             payloads = through_files(payloads, tokens[:-1])
         restored, alone = SequenceId(100 + place), SequenceId(200 + place)
-        backend.open(restored, tokens)
+        backend.open_sequence(restored, tokens)
         backend.load(restored, payloads, len(tokens) - 1)
         (alone_text,) = begin(backend, [prompt], first=200 + place)
         expected = go_on(backend, alone, [*prompt, *alone_text], len(prompt))
         found = go_on(backend, restored, tokens, len(prompt))
         results.append((text, found) == (alone_text, expected))
-        backend.close(restored)
-        backend.close(alone)
+        backend.close_sequence(restored)
+        backend.close_sequence(alone)
     return results
 
 
@@ -189,7 +189,7 @@ def window_tokens(backend: ModelBackendPort) -> int:
     begin(backend, PROMPTS[:1], first=300)
     seq, length = SequenceId(300), len(PROMPTS[0]) + NUM_NEW - 1
     payload = extract(backend, seq, length)[backend.spec.kinds.index(LayerKind.WINDOW)]
-    backend.close(seq)
+    backend.close_sequence(seq)
     return payload.end - payload.start
 
 

@@ -32,7 +32,7 @@ def bare_speed(
     rows = [SequenceId(next(_SEQUENCES)) for _ in range(num_rows)]
     draw = Draw(GREEDY, len(prompt))
     for row in rows:
-        device.open(row, list(prompt))
+        device.open_sequence(row, list(prompt))
         device.collect(device.launch(Step((Chunk(row, 0, tuple(prompt), draw),))))
     started = time.perf_counter()
     for i in range(num_new):
@@ -40,7 +40,7 @@ def bare_speed(
         device.collect(device.launch(Step(tuple(chunks))))
     spent = time.perf_counter() - started
     for row in rows:
-        device.close(row)
+        device.close_sequence(row)
     return num_rows * num_new / spent
 
 

@@ -185,7 +185,7 @@ def alone(subject: Subject) -> Alone:
         if key not in known:
             run = begin(reference, next(ids), tokens, params)
             known[key] = run.finish(num_reply)
-            reference.close(run.seq)
+            reference.close_sequence(run.seq)
         return known[key]
 
     return reply

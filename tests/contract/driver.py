@@ -114,7 +114,7 @@ def begin(
 ) -> Run:
     """Open a sequence with a prompt."""
     run = Run(backend, SequenceId(seq), [*tokens], len(tokens), params)
-    backend.open(run.seq, run.tokens)
+    backend.open_sequence(run.seq, run.tokens)
     return run
 
 
@@ -167,7 +167,7 @@ def needed(run: Run, blocks: Sequence[Saved], end: int) -> list[KVPayload]:
 def restored(run: Run, seq: int) -> Run:
     """Save a run as it is, close it and reopen it under another id."""
     parts = [save(run.backend, run.seq, 0, run.num_held)] if run.num_held else []
-    run.backend.close(run.seq)
+    run.backend.close_sequence(run.seq)
     again = begin(run.backend, seq, run.tokens, run.params)
     again.num_prompt = run.num_prompt
     if parts:

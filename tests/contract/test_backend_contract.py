@@ -206,7 +206,7 @@ def test_a_payload_is_not_touched_by_what_follows(
     assert backend.truncate(run.seq, 0) == 0
     Run(backend, run.seq, prompt(end + 1, seed=1), end + 1).compute(end)
     payloads = tuple(backend.payload(ticket) for ticket in tickets)
-    backend.close(run.seq)
+    backend.close_sequence(run.seq)
     again = begin(backend, 1, tokens)
     again.load([payloads])
     assert again.finish() == alone(tokens)
@@ -294,14 +294,14 @@ def test_any_history(
                 fork = Run(run.backend, SequenceId(next(ids)), run.tokens, run.num_prompt)
                 if shared_backend.fork(run.seq, fork.seq, max(0, run.num_held - number)):
                     fork.num_held = max(0, run.num_held - number)
-                    shared_backend.close(run.seq)
+                    shared_backend.close_sequence(run.seq)
                     runs[index] = fork
             case "truncate":
                 run.num_held = shared_backend.truncate(run.seq, max(0, run.num_held - number))
         advance(runs, sizes)
     finish(runs)
     for run, tokens in zip(runs, prompts, strict=True):
-        shared_backend.close(run.seq)
+        shared_backend.close_sequence(run.seq)
         assert run.reply[:NUM_REPLY] == alone(tokens)
     assert shared_backend.memory() == 0
 
@@ -316,7 +316,7 @@ def test_a_device_reports_its_memory(shared_backend: ModelBackendPort) -> None:
 
 def embedded(backend: ModelBackendPort, seq: int, tokens: list[int], *ends: int) -> list[float]:
     """The sum of hidden states, computed in pieces that end there."""
-    backend.open(SequenceId(seq), tokens)
+    backend.open_sequence(SequenceId(seq), tokens)
     pieces = [
         backend.embed(SequenceId(seq), start, tokens[start:end])
         for start, end in itertools.pairwise((0, *ends, len(tokens)))
@@ -335,7 +335,7 @@ def test_a_text_has_the_same_embedding_in_pieces_and_beside_others(
     compute = backend.traits.compute
     limit = 2e-2 if compute is not None and compute.device == "cuda" else 1e-3
     assert embedded(backend, 2, tokens, 1, 9, 22) == pytest.approx(whole, rel=1e-3, abs=limit)
-    backend.close(SequenceId(0))
+    backend.close_sequence(SequenceId(0))
     assert embedded(backend, 0, tokens) == pytest.approx(whole, rel=1e-5, abs=1e-5)
     other = embedded(backend, 3, [*tokens[:-1], (tokens[-1] + 1) % 96])
     assert other != pytest.approx(whole, rel=1e-3, abs=1e-3)
@@ -355,6 +355,6 @@ def test_embedding_leaves_replies_as_they_are(backend: ModelBackendPort, alone: 
 def test_what_cannot_be_embedded_is_refused(
     backend: ModelBackendPort, start: int, tokens: list[int]
 ) -> None:
-    backend.open(SequenceId(0), [1, 2])
+    backend.open_sequence(SequenceId(0), [1, 2])
     with pytest.raises(InvalidRequestError):
         backend.embed(SequenceId(0), start, tokens)

@@ -108,7 +108,7 @@ def test_last_sampled_is_gone_after_a_load(backend: ModelBackendPort, alone: Alo
 
 def test_a_sequence_that_is_not_open(backend: ModelBackendPort, alone: Alone) -> None:
     closed, neighbour = _pair(backend)
-    backend.close(closed.seq)
+    backend.close_sequence(closed.seq)
     _is_refused(closed, closed.chunk(), neighbour)
     assert neighbour.finish() == alone(prompt(13, seed=1))
 
@@ -305,7 +305,7 @@ def test_open_twice(backend: ModelBackendPort, alone: Alone) -> None:
     run = begin(backend, 0, prompt(10))
     run.compute(5)
     with pytest.raises(ValueError, match="open"):
-        backend.open(run.seq, prompt(3))
+        backend.open_sequence(run.seq, prompt(3))
     with pytest.raises(ValueError, match="open"):
         backend.fork(run.seq, run.seq, 5)
     assert run.finish() == alone(prompt(10))
@@ -314,8 +314,8 @@ def test_open_twice(backend: ModelBackendPort, alone: Alone) -> None:
 def test_open_with_ids_out_of_range(backend: ModelBackendPort) -> None:
     for token in (-1, backend.spec.vocab_size):
         with pytest.raises(InvalidRequestError):
-            backend.open(SequenceId(0), [1, token])
-    backend.open(SequenceId(0), [1, backend.spec.vocab_size - 1])
+            backend.open_sequence(SequenceId(0), [1, token])
+    backend.open_sequence(SequenceId(0), [1, backend.spec.vocab_size - 1])
 
 
 def test_fork_of_what_is_not_held(backend: ModelBackendPort) -> None:
@@ -346,10 +346,10 @@ def test_a_ticket_of_the_other_kind_is_refused(backend: ModelBackendPort) -> Non
 
 
 def test_closing_what_is_not_open_does_nothing(backend: ModelBackendPort) -> None:
-    backend.close(SequenceId(0))
+    backend.close_sequence(SequenceId(0))
     begin(backend, 0, prompt(3))
-    backend.close(SequenceId(0))
-    backend.close(SequenceId(0))
+    backend.close_sequence(SequenceId(0))
+    backend.close_sequence(SequenceId(0))
 
 
 def test_closing_everything_gives_the_memory_back(backend: ModelBackendPort) -> None:
@@ -359,8 +359,8 @@ def test_closing_everything_gives_the_memory_back(backend: ModelBackendPort) -> 
     lengths = [run.num_held for run in runs] + [runs[1].num_held]
     assert 0 < backend.memory() <= backend.bytes_for(lengths)
     for run in runs:
-        backend.close(run.seq)
-    backend.close(SequenceId(1000))
+        backend.close_sequence(run.seq)
+    backend.close_sequence(SequenceId(1000))
     assert backend.memory() == 0
 
 

@@ -187,4 +187,4 @@ def test_no_draft_changes_a_reply(
         assert run.finish(12)[:12] == expected[run.num_prompt]
     assert other.reply == alone(prompt(6), GREEDY, 7)
     for run in (*runs, other):
-        backend.close(run.seq)
+        backend.close_sequence(run.seq)

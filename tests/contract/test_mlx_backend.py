@@ -288,7 +288,7 @@ def test_long_runs_stay_flat(llama: ModelBackendPort) -> None:
         for i in range(16):
             run = begin(llama, 100 * turn + i, prompt(20 + 15 * i, seed=i))
             run.finish(16)
-            llama.close(run.seq)
+            llama.close_sequence(run.seq)
         mx.synchronize()
         totals.append(mx.get_active_memory() + mx.get_cache_memory())
     print(f"bytes after every 256 steps: {totals}")  # noqa: T201

@@ -34,7 +34,7 @@ class Watched:
 
     def begin(self, seq: int, tokens: list[int]) -> None:
         """Compute a prompt at once, as the library does."""
-        self.backend.open(SequenceId(seq), tokens)
+        self.backend.open_sequence(SequenceId(seq), tokens)
         self.feed({seq: (0, tokens)})
 
     def start(self, num_prompt: int, num_more: int) -> dict[int, list[int]]:
@@ -65,7 +65,7 @@ class Watched:
         for seq, tokens in runs.items():
             self.begin(10_000 + seq, tokens)
             expected = dict(self.tops[10_000 + seq])
-            self.backend.close(SequenceId(10_000 + seq))
+            self.backend.close_sequence(SequenceId(10_000 + seq))
             for token, value in self.tops[seq][:3]:
                 assert value == pytest.approx(expected.get(token, -99), abs=0.2), (seq, token)
 
@@ -162,7 +162,7 @@ def test_a_snapshot_is_unchanged_by_later_steps(watched: Watched) -> None:
     del runs[0][45:]
     watched.grow(runs, 10, seed=77)
     watched.check(runs)
-    backend.open(SequenceId(1), kept)
+    backend.open_sequence(SequenceId(1), kept)
     backend.load(SequenceId(1), [backend.payload(ticket)], 50)
     restored = {1: kept}
     watched.grow(restored, 4)

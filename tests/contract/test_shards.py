@@ -87,7 +87,7 @@ def check_texts(whole: ModelBackendPort, divided: ShardedBackend) -> None:
     assert [run.reply for run in together] == expected
     back = restored(together[1], next(_IDS))
     fork = begin(divided, next(_IDS), prompts[2])
-    divided.close(fork.seq)
+    divided.close_sequence(fork.seq)
     assert divided.fork(together[2].seq, fork.seq, len(prompts[2]) - 1)
     fork.num_held = len(prompts[2]) - 1
     back.tokens = prompts[1]
@@ -95,7 +95,7 @@ def check_texts(whole: ModelBackendPort, divided: ShardedBackend) -> None:
     finish([back, fork])
     assert [back.reply, fork.reply] == expected[1:]
     for run in (*together, back, fork):
-        divided.close(run.seq)
+        divided.close_sequence(run.seq)
 
 
 def check_shares(whole: ModelBackendPort, divided: ShardedBackend) -> None:
@@ -106,9 +106,9 @@ def check_shares(whole: ModelBackendPort, divided: ShardedBackend) -> None:
     embedded = []
     for backend in (whole, divided):
         seq = SequenceId(next(_IDS))
-        backend.open(seq, [])
+        backend.open_sequence(seq, [])
         embedded.append(backend.embed(seq, 0, prompt(9)))
-        backend.close(seq)
+        backend.close_sequence(seq)
     assert embedded[1] == pytest.approx(embedded[0], abs=1e-4)
 
 
@@ -121,8 +121,8 @@ def check_kill(divided: ShardedBackend) -> None:
     with pytest.raises(DeviceLostError, match="2 shards are lost: a shard process exited"):
         step(divided, run.chunk())
     with pytest.raises(DeviceLostError):
-        divided.open(SequenceId(next(_IDS)), [])
-    divided.close(run.seq)
+        divided.open_sequence(SequenceId(next(_IDS)), [])
+    divided.close_sequence(run.seq)
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -154,10 +154,10 @@ def test_only_draft_tokens_that_every_rank_accepts_count() -> None:
 def test_ranks_that_disagree_are_given_up() -> None:
     backend = fake_in_ranks(2)
     seq = SequenceId(0)
-    backend._links[0].send(("open", (seq, ())))
+    backend._links[0].send(("open_sequence", (seq, ())))
     backend._links[0].recv()
     with pytest.raises(DeviceLostError, match="disagree"):
-        backend.open(seq, [])
+        backend.open_sequence(seq, [])
 
 
 def test_what_cannot_be_divided_is_refused(tiny_model: GetModel) -> None:

@@ -69,7 +69,7 @@ def test_state_travels_through_pinned_memory(tiny_model: GetModel, family: str) 
     assert all(not isinstance(b.source, bytes | memoryview) for p in blocks[0] for b in p.buffers)
     reply = run.finish()
     assert reply == straight.finish()
-    backend.close(run.seq)
+    backend.close_sequence(run.seq)
     for seq, end in ((2, 80), (3, 40)):
         again = begin(backend, seq, prompt(90))
         again.load(blocks[: end // 40], end)
@@ -88,8 +88,8 @@ def _is_loaded(source: ModelBackendPort, target: ModelBackendPort) -> bool:
     except CacheCorruptionError:
         return False
     finally:
-        source.close(given.seq)
-        target.close(taker.seq)
+        source.close_sequence(given.seq)
+        target.close_sequence(taker.seq)
     return True
 
 

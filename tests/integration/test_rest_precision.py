@@ -86,13 +86,13 @@ def answer(
     part = BlockPart(root, block_name(root, rested), root, LayerKind.FULL, 0, pack_tokens(rested))
     source = begin(backend, 0, prompt)
     ((payload,),) = source.seal(len(rested))
-    backend.close(source.seq)
+    backend.close_sequence(source.seq)
     written = SafetensorsCache(scratch, KVCodec(kv_format)).write(part, payload, is_synced=False)
     assert (written.nbytes < payload.nbytes) == (kv_format != "raw")
     run = begin(backend, 1, prompt)
     run.load([(SafetensorsCache(scratch).read(written),)])
     text = run.say(tokenizer)
-    backend.close(run.seq)
+    backend.close_sequence(run.seq)
     return text
 
 

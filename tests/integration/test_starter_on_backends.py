@@ -69,7 +69,7 @@ def prompt_of(tokenizer: HFTokenizer, question: str) -> list[int]:
 def greedy_text(backend: TorchBackend, tokenizer: HFTokenizer, prompt: list[int]) -> str:
     run = begin(backend, 0, prompt)
     text = run.say(tokenizer)
-    backend.close(run.seq)
+    backend.close_sequence(run.seq)
     return text
 
 
@@ -102,7 +102,7 @@ def top_logprobs(backend: TorchBackend, tokens: list[int]) -> Iterator[tuple[int
         assert logprob is not None
         for token, value in logprob.top:
             yield start + chunk.num_tokens - 1, token, value
-    backend.close(run.seq)
+    backend.close_sequence(run.seq)
 
 
 def library_logprobs(library: Any, tokens: list[int]) -> torch.Tensor:

@@ -250,7 +250,7 @@ class ModelBackendPort(Protocol):
     def traits(self) -> Traits:
         """Properties that the engine depends on."""
 
-    def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
+    def open_sequence(self, seq: SequenceId, tokens: Sequence[int]) -> None:
         """Open a sequence with an empty KV cache.
 
         Args:
@@ -345,7 +345,7 @@ class ModelBackendPort(Protocol):
             The new length; less than `num_tokens` if the layers cannot be truncated there.
         """
 
-    def close(self, seq: SequenceId) -> None:
+    def close_sequence(self, seq: SequenceId) -> None:
         """Close a sequence and free its KV cache; does nothing for an unknown sequence."""
 
     def bytes_for(self, lengths: Sequence[int]) -> int:

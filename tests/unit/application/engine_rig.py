@@ -241,7 +241,7 @@ def alone(job: Job, spec: ModelCacheSpec | None = None) -> str:
     tokens = list(job.tokens)
     reply: list[int] = []
     seq = SequenceId(0)
-    backend.open(seq, tokens)
+    backend.open_sequence(seq, tokens)
     fed = tuple(tokens)
     while len(reply) < job.max_tokens:
         chunk = Chunk(seq, len(tokens) - len(fed), fed, Draw(job.sampling, len(job.tokens)))

@@ -96,7 +96,7 @@ class EmbeddingQueue:
             self.is_waiting = True
             return False
         self.is_waiting, job.seq = False, seq
-        self._backend.open(seq, job.tokens)
+        self._backend.open_sequence(seq, job.tokens)
         return True
 
     def _end(self, job: EmbeddingJob) -> EventBatch:

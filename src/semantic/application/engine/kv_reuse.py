@@ -143,7 +143,7 @@ class PrefixSharing:
             if reached == source.num_tokens:
                 self._resume_hot(generation, reached, plan)
                 return
-            self._backend.close(source.seq)
+            self._backend.close_sequence(source.seq)
         elif source and self._backend.fork(source.seq, generation.seq, source.num_tokens):
             self._resume_hot(generation, source.num_tokens, plan)
             return
@@ -180,7 +180,7 @@ class PrefixSharing:
             self._resume_restored(generation, restore, restore.loaded_plan)
             return
         generation.prefix.end_restore()
-        self._backend.close(generation.seq)
+        self._backend.close_sequence(generation.seq)
         self._begin_restore(generation, RestorePlan.nothing(generation.job.root))
 
     # -- end ------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class PrefixSharing:
         )
 
     def _begin_restore(self, generation: Generation, plan: RestorePlan) -> None:
-        self._backend.open(generation.seq, generation.tokens)
+        self._backend.open_sequence(generation.seq, generation.tokens)
         if not plan.parts:
             generation.resume(0, plan.chain, 0)
             generation.prefix.count_reuse(Reuse(computed=generation.num_prompt))
@@ -268,7 +268,7 @@ class PrefixSharing:
                 again = self._plan(generation)
         else:
             _log.error("the device failed to load blocks; computing them", exc_info=error)
-        self._backend.close(generation.seq)
+        self._backend.close_sequence(generation.seq)
         self._begin_restore(generation, again)
 
     def _resume_restored(self, generation: Generation, restore: Restore, plan: RestorePlan) -> None:

@@ -138,14 +138,14 @@ class WorkingMemory:
 
     def close_sequence(self, seq: SequenceId) -> None:
         """Close a sequence and release its reservation."""
-        self._backend.close(seq)
+        self._backend.close_sequence(seq)
         self.resize(seq, 0)
         self.idle.remove(seq)
 
     def close_all(self) -> None:
         """Close every sequence and release all reservations."""
         for seq in self._lengths:
-            self._backend.close(seq)
+            self._backend.close_sequence(seq)
             self.idle.remove(seq)
         self._store.unreserve(self._reserved)
         self._lengths, self._reserved = {}, 0

@@ -100,8 +100,8 @@ class ShardedBackend(DoneTickets):
     def traits(self) -> Traits:
         return self._traits
 
-    def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
-        self._all("open", seq, tuple(tokens))
+    def open_sequence(self, seq: SequenceId, tokens: Sequence[int]) -> None:
+        self._all("open_sequence", seq, tuple(tokens))
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         """Send each rank its share of the payloads."""
@@ -152,11 +152,11 @@ class ShardedBackend(DoneTickets):
         self._last.pop(seq, None)
         return length
 
-    def close(self, seq: SequenceId) -> None:
+    def close_sequence(self, seq: SequenceId) -> None:
         """Close a sequence; if the ranks are lost, it is already gone."""
         self._last.pop(seq, None)
         with contextlib.suppress(DeviceLostError):
-            self._all("close", seq)
+            self._all("close_sequence", seq)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
         """Return the sum of all ranks' bytes; each length is queried once and cached."""

@@ -276,7 +276,7 @@ def test_a_crash_also_fails_requests_that_were_still_queued() -> None:
         assert made.num_sequences == before + 1, "requests that were answered ran on"
 
 
-@pytest.mark.parametrize("where", ["launch", "open"])
+@pytest.mark.parametrize("where", ["launch", "open_sequence"])
 def test_a_model_whose_device_is_lost_is_loaded_again(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

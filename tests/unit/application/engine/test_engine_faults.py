@@ -73,10 +73,10 @@ class StrictBackend(FaultyBackend):
             self.violations.append(f"went on with {seq} after its step failed")
         return super().truncate(seq, num_tokens)
 
-    def close(self, seq: SequenceId) -> None:
+    def close_sequence(self, seq: SequenceId) -> None:
         if any(chunk.seq == seq for step in self._flying for chunk in step.chunks):
             self.violations.append(f"closed {seq} with a row in flight")
-        super().close(seq)
+        super().close_sequence(seq)
 
     def _spoil(self, failed: Step) -> None:
         for step in (failed, *self._flying):

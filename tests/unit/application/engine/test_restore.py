@@ -67,7 +67,7 @@ class Setting:
 
     def __init__(self, *, has_state: bool = False) -> None:
         self.backend = FakeBackend(fake_spec(block_tokens=4, has_state=has_state))
-        self.backend.open(SOURCE, TOKENS)
+        self.backend.open_sequence(SOURCE, TOKENS)
         index, parent = BlockIndex(), ROOT
         parts: list[WantedPart] = []
         for start in (0, 4, 8):
@@ -83,7 +83,7 @@ class Setting:
         for part in parts:
             ticket = self.backend.snapshot(SOURCE, part.node.start, part.node.end, part.kind)
             payloads[part.key] = self.backend.payload(ticket)
-        self.backend.open(TARGET, TOKENS)
+        self.backend.open_sequence(TARGET, TOKENS)
         self.plan = RestorePlan(tuple(parts), 12, parent, 12)
         self.keys = [part.key for part in parts]
         self.source = Source(payloads)
@@ -101,7 +101,7 @@ class Setting:
         """Whether source and target give the same next token."""
         rows = []
         for seq in (SOURCE, TARGET):
-            self.backend.close(SequenceId(2))
+            self.backend.close_sequence(SequenceId(2))
             assert self.backend.fork(seq, SequenceId(2), 12)
             ticket = self.backend.snapshot(SequenceId(2), 0, 12, LayerKind.FULL)
             rows.append(self.backend.payload(ticket))

@@ -73,7 +73,7 @@ class SequenceBackend(ABC, Generic[SequenceT]):
     def traits(self) -> Traits:
         return self._traits
 
-    def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
+    def open_sequence(self, seq: SequenceId, tokens: Sequence[int]) -> None:
         _check_ids(tokens, self._spec.vocab_size)
         self._add(seq, self._new_sequence(list(tokens)))
 
@@ -98,7 +98,7 @@ class SequenceBackend(ABC, Generic[SequenceT]):
             del sequence.known[num_tokens:]
         return sequence.length
 
-    def close(self, seq: SequenceId) -> None:
+    def close_sequence(self, seq: SequenceId) -> None:
         self._sequences.pop(seq, None)
 
     def flush(self) -> None:

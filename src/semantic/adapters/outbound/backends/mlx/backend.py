@@ -207,10 +207,10 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             except _DEVICE_ERRORS as error:
                 _LOG.warning("failed to copy KV cache to the host: %s", error)
 
-    def close(self, seq: SequenceId) -> None:
+    def close_sequence(self, seq: SequenceId) -> None:
         if (sequence := self._sequences.get(seq)) is not None:
             self._release(sequence)
-        super().close(seq)
+        super().close_sequence(seq)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
         """Return the size of the arrays, padding included; capacities are a quarter apart."""
