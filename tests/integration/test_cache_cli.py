@@ -42,7 +42,7 @@ def test_stats_report_the_cache(home: Path, capsys: pytest.CaptureFixture[str]) 
     num_files = len(block_files(home))
     assert lines[3].startswith(f"files      {num_files}, ")
     assert lines[4].startswith(f"  fake (fake.v2.0.0, raw): {num_files}, ")
-    assert lines[5].startswith("in all ")
+    assert lines[5].startswith("total ")
     assert " of 20.0 GB (" in lines[5]
     assert lines[5].endswith(" of it for the ledger and its backup")
 
@@ -164,5 +164,5 @@ def test_a_directory_without_a_cache_is_a_one_line_error_and_stays_unchanged(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["cache", action, "--cache-dir", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"semantic: there is no cache in {tmp_path}")
+    assert capsys.readouterr().err.startswith(f"semantic: no cache in {tmp_path}")
     assert list(tmp_path.iterdir()) == []

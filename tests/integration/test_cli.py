@@ -85,11 +85,11 @@ def test_a_conversation_with_commands(run: Run) -> None:
     for words in (
         "now talking to dora2",
         "Again.",
-        "back at turn 1",
+        "rewound to turn 1",
         "of the latest prompt's",
-        "asks for the one served",
-        "asks for claude-x",
-        "no model 'gpt?x'; there are: fake",
+        "uses the served model",
+        "uses claude-x",
+        "model 'gpt?x' not found; the server has: fake",
         "unknown command /nonsense",
         "/fork [NAME]",
     ):
@@ -143,7 +143,7 @@ def test_foreign_text_neither_commands_the_terminal_nor_is_markup(run: Run, url:
 def test_delete_asks_for_confirmation(run: Run) -> None:
     run("chat", "flo", "-m", "Hi.", "--max-tokens", "2")
     for answer in ("n\n", ""):
-        assert "nothing was deleted" in run("agents", "rm", "flo", given=answer, status=2)
+        assert "nothing deleted" in run("agents", "rm", "flo", given=answer, status=2)
     assert asked(run, "agents", "show", "flo")["turns"] == 1
     refusal = run("agents", "export", "flo", "flo/x.tar", status=2)
     assert re.search(r"flo/x\.tar\.\w+: No such file", refusal)
@@ -248,6 +248,16 @@ def test_doctor_looks_at_everything(run: Run, url: str, tmp_path: Path) -> None:
     assert not [one for one in found if one["level"] == "bad"]
 
 
+def test_doctor_does_not_advise_a_compiler_where_it_would_not_help(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    found = asked(run, "doctor", "--home", str(tmp_path), "--port", "0", "--backend", "torch")
+    (kernels,) = (one for one in found if one["what"] == "CPU kernels")
+    assert "there is no variant for riscv64 CPUs" in kernels["found"]
+    assert kernels["advice"] == ""
+
+
 def test_doctor_reports_problems(run: Run, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -296,9 +306,9 @@ def test_commands_report_missing_clients_servers_and_wrong_arguments_in_one_line
         assert words in message
         assert message.count("\n") == 1
     for given in (["a/b"], [""], [".."]):
-        assert "an agent id is 1 to 128" in run("agents", "show", *given, status=2)
-        assert "an agent id is 1 to 128" in run("agents", "rm", "-y", *given, status=2)
-        assert "an agent id is 1 to 128" in run("chat", "-m", "x", *given, status=2)
+        assert "an agent id must be 1 to 128" in run("agents", "show", *given, status=2)
+        assert "an agent id must be 1 to 128" in run("agents", "rm", "-y", *given, status=2)
+        assert "an agent id must be 1 to 128" in run("chat", "-m", "x", *given, status=2)
     assert "--key: a key consists of" in run("agents", "ls", "--key", "naïve", status=2)
     for address in ("http://127.0.0.1:many", "ftp://127.0.0.1", "http://[::1"):
         assert "is not an address" in run("agents", "ls", "--server", address, status=2)
@@ -307,7 +317,7 @@ def test_commands_report_missing_clients_servers_and_wrong_arguments_in_one_line
 def test_an_address_may_be_typed_without_http(run: Run, url: str) -> None:
     assert "fake" in run("models", "ls", "--server", url.removeprefix("http://"))
     wrong = run("models", "ls", "--server", url.replace("http:", "https:"), status=2)
-    assert "does not speak HTTPS" in wrong
+    assert "does not use HTTPS" in wrong
 
 
 @pytest.mark.parametrize(

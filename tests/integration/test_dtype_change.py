@@ -129,7 +129,7 @@ def test_the_report_on_state_in_another_dtype_is_true(
         assert kept["reusable_tokens"] == kept["tokens"] > 256
     monkeypatch.setenv("SEMANTIC_DTYPE", "float32")
     found = doctor(capsys, *asked)
-    assert (found["level"], found["advice"]) == ("note", "use --dtype bfloat16 to use it")
+    assert (found["level"], found["advice"]) == ("note", "to use it, start with --dtype bfloat16")
     assert found["found"].startswith(CHANGED)
     monkeypatch.setenv("SEMANTIC_DTYPE", "bfloat16")
     assert doctor(capsys, *asked)["level"] == "ok"

@@ -62,7 +62,7 @@ def test_an_agent_is_made_and_talked_to(page: Page, http: httpx.Client) -> None:
     page.click("button", "New")
     page.type("coder", "dialog input[name=id]")
     page.type(LONG, "dialog textarea")
-    page.click("dialog button", "Make it")
+    page.click("dialog button", "Create")
     page.await_text("coder", ".conversation h1")
 
     page.type("Where is the price computed?", ".composer textarea")

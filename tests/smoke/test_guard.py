@@ -77,13 +77,13 @@ def test_keys_and_certificate_are_read_again_on_a_signal(
         first.write_bytes(second.read_bytes())
         key.write_bytes(new_key.read_bytes())
         server.process.send_signal(signal.SIGHUP)
-        server.await_line("keys and limits were reloaded")
+        server.await_line("reloaded keys and limits")
         with client(server, second) as http:
             assert http.get("/v1/models", headers={"x-api-key": new}).status_code == 200
         # What cannot be read changes nothing.
         first.write_bytes(first_text)
         server.process.send_signal(signal.SIGHUP)
-        server.await_line("keys and limits could not be reloaded")
+        server.await_line("reloading keys and limits failed")
         with client(server, second) as http:
             assert http.get("/v1/models", headers={"x-api-key": new}).status_code == 200
         assert server.stop() == 0

@@ -144,7 +144,7 @@ def test_clients_that_hold_up_a_stop_are_cut_off_by_a_second_ctrl_c_or_in_time(
                     await_that(lambda: '"stopping"' in server.output)
                 assert server.process.wait(60) == 0
     assert "Traceback" not in server.output
-    assert server.output.count("open connections are cut") == 1
+    assert server.output.count("closing open connections") == 1
     assert '"level": "error"' not in server.output
 
 

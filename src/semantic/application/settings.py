@@ -48,7 +48,7 @@ class EngineLimits:
         None, "how long a step may take while others wait (default: 12 decode steps)", gt=0
     )
     batch_window_ms: float = _setting(
-        5, "an idle engine waits this for requests being prepared", ge=0, le=1000
+        5, "how long an idle engine waits for requests that are being prepared", ge=0, le=1000
     )
     max_queue: int = _setting(256, "requests that may wait", ge=0)
     ageing_s: float = _setting(
@@ -67,7 +67,7 @@ class SwapPolicy:
         30, "how long running requests may continue before a swap", ge=0
     )
     swap_on_request: bool = _setting(
-        False, "a request that names another model on this machine gets it"
+        False, "load the model that a request names, if it is on this machine"
     )
     min_residence_s: float = _setting(
         60, "a model stays at least this long before a request may swap it", ge=0

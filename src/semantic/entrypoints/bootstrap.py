@@ -212,9 +212,9 @@ def _require_key(settings: Settings, ring: KeyRing) -> None:
     """
     if settings.is_remote and not ring.is_guarded:
         raise InvalidRequestError(
-            f"host {settings.host} can be reached from other machines, and there are no keys. Make "
-            "one for each user: semantic keys add --tenant NAME; or set SEMANTIC_API_KEY. Without "
-            "keys the server listens on 127.0.0.1 only.",
+            f"host {settings.host} can be reached from other machines, and there are no keys. "
+            "Create one for each user: semantic keys add --tenant NAME; or set SEMANTIC_API_KEY. "
+            "Without keys, the server listens on 127.0.0.1 only.",
             param="host",
         )
 

@@ -259,8 +259,8 @@ def _import_torch(settings: Settings) -> MakeBackend:
 def _import_mlx(settings: Settings) -> MakeBackend:
     if settings.weights not in ("auto", "full"):
         raise InvalidRequestError(
-            f"weights {settings.weights}: mlx runs models as they are; "
-            "take one that is quantised, such as mlx-community's",
+            f"weights {settings.weights}: mlx does not quantise models; "
+            "use a quantised one, such as those of mlx-community",
             param="weights",
         )
     mlx_runtime.prepare(settings.threads)

@@ -96,7 +96,7 @@ class AgentMemory:
         state = self._load()
         self._loss = state.problem
         for problem in filter(None, (self._loss, own.problem)):
-            _log.warning("the ledger has a problem", problem=problem)
+            _log.warning("ledger problem", problem=problem)
         self._num_agents, self._num_parts = len(state.agents), len(state.parts)
         self._parts = state.parts  # released once the store has restored its index
         self._is_index_lost = state.is_index_lost
@@ -329,7 +329,7 @@ class AgentMemory:
             self.ledger.back_up()
             self.ledger.close()
         except CachePersistenceError as error:
-            _log.warning("the ledger could not be backed up", problem=error.message)
+            _log.warning("ledger backup failed", problem=error.message)
 
     def _unlock(self, *, is_refused: bool = False) -> None:
         if self._lock is not None:

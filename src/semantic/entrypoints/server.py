@@ -62,7 +62,10 @@ _log = structlog.get_logger(__name__)
 # with this value they lose a few percent (benchmarks/bench_streams.py), so one process suffices.
 _SWITCH_INTERVAL_S = 0.00005
 _EXPOSED_HEADERS = (
-    *("request-id", "x-request-id", "retry-after", "x-should-retry"),
+    "request-id",
+    "x-request-id",
+    "retry-after",
+    "x-should-retry",
     *(name for kind in LIMIT_KINDS for name in allowance_headers(Allowance(kind, 0, 0, 0.0))),
 )
 _MAX_HEADER_BYTES = 2**16  # all headers of a request together
@@ -86,7 +89,7 @@ def create_app(server: Server) -> FastAPI:
         recording.cancel()
         server.request_stop()
         if not server.device.join(server.settings.shutdown_timeout_s):
-            _log.warning("the device did not stop in time")
+            _log.warning("device thread did not stop in time")
         _close_memory(server)
 
     app = FastAPI(
@@ -118,7 +121,7 @@ def _problems(server: Server) -> list[str]:
     """Problems to report to probes. These need no key, so only admins see details of tenants."""
     problems = server.problems()
     if problems and not current_principal().is_admin:
-        return ["something is wrong; with an admin key this says what, and so does the log"]
+        return ["the server has a problem; an admin key or the log shows details"]
     return problems
 
 
@@ -235,7 +238,7 @@ class _HttpServer(uvicorn.Server):
         """Abort open connections as if clients had left; uvicorn would log each as an error."""
         connections = list(self.server_state.connections)
         if connections:
-            _log.warning("open connections are cut", connections=len(connections))
+            _log.warning("closing open connections", connections=len(connections))
         for connection in connections:
             connection.transport.abort()
 
@@ -276,7 +279,7 @@ def _leave(status: int) -> None:
 def _close_memory(server: Server) -> None:
     """Release the cache directory; further calls do nothing."""
     if not server.memory.close(server.settings.shutdown_timeout_s):
-        _log.warning("some blocks and turns could not be written before the server stopped")
+        _log.warning("server stopped before all blocks and turns were written")
     tracer, server.metrics.tracer = server.metrics.tracer, None
     if tracer is not None:
         tracer.close()
@@ -320,11 +323,11 @@ def _reload(server: Server, tls: ssl.SSLContext | None) -> None:
         server.access.reload()
     except SemanticError as error:
         _log.error(
-            "keys and limits could not be reloaded; the old ones stay in force",
+            "reloading keys and limits failed; the old ones stay in force",
             problem=error.message,
         )
     else:
-        _log.info("keys and limits were reloaded", keys=len(server.access.ring.keys))
+        _log.info("reloaded keys and limits", keys=len(server.access.ring.keys))
 
 
 def _tls_context(settings: Settings) -> ssl.SSLContext | None:

@@ -164,7 +164,7 @@ class KeyFile(_Entry):
         """
         if key_id not in {key.id for key in self.keys}:
             raise InvalidRequestError(
-                f"there is no key {key_id!r}; `semantic keys list` shows them.", param="id"
+                f"no key {key_id!r}; `semantic keys list` shows all keys.", param="id"
             )
         keys = tuple(
             key.model_copy(update={"revoked": key.revoked or _now()}) if key.id == key_id else key
@@ -194,8 +194,8 @@ def load_key_ring(path: Path, marker: Path, api_key: str | None, admin_key: str 
     try:
         if file is None and marker.exists():
             raise InvalidRequestError(
-                f"the key file {path} is missing, but this server has had keys. Restore the file, "
-                "or make new keys with `semantic keys add`. To run without keys, delete "
+                f"the key file {path} is missing, but this server had keys. Restore the file, "
+                "or create keys with `semantic keys add`. To run without keys, delete "
                 f"{marker}: everybody who can reach the server can then use it.",
                 param="key_file",
             )
@@ -203,7 +203,7 @@ def load_key_ring(path: Path, marker: Path, api_key: str | None, admin_key: str 
             marker.touch(0o600)
     except OSError as error:
         raise InvalidRequestError(
-            f"{marker} cannot be read or made: {error.strerror}", param="home"
+            f"{marker} cannot be read or created: {error.strerror}", param="home"
         ) from error
     ring = (file or KeyFile()).to_domain()
     own = tuple(
@@ -248,7 +248,7 @@ def _read(path: Path) -> KeyFile | None:
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"]) or "the file"
         raise InvalidRequestError(
-            f"the key file {path} is wrong: {place}: {plain_reason(problem)}", param="key_file"
+            f"the key file {path} is invalid: {place}: {plain_reason(problem)}", param="key_file"
         ) from error
 
 

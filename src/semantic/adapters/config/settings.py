@@ -54,12 +54,12 @@ class Settings(_RuntimeFields):
         None, description="web pages that may use the server, besides those of this machine"
     )
     key_file: Path | None = Field(
-        None, description="who may use the server; see `semantic keys` (default: HOME/keys.json)"
+        None, description="file of API keys; see `semantic keys` (default: HOME/keys.json)"
     )
     api_key: str | None = Field(
         None,
         repr=False,
-        description="one key for everybody, or its sha256:..., in addition to the file's",
+        description="one key for all clients, or its sha256:..., besides those in key_file",
     )
     admin_key: str | None = Field(
         None, repr=False, description="a key for /admin, /v1/cache and /metrics, or its sha256:..."
@@ -253,7 +253,7 @@ class Settings(_RuntimeFields):
         if len(value) < MIN_SECRET_CHARS or not value.isascii() or not value.isprintable():
             raise ValueError(
                 f"a key has at least {MIN_SECRET_CHARS} printable ASCII characters; "
-                "`semantic keys add` makes good ones. A key to send to a server goes into "
+                "`semantic keys add` creates one. A client's key belongs in "
                 "SEMANTIC_CLIENT_KEY"
             )
         return value
@@ -271,7 +271,7 @@ class Settings(_RuntimeFields):
         if self.is_remote and not self.allow_remote:
             raise ValueError(
                 f"host {self.host} can be reached from other machines; add --allow-remote to "
-                "permit it, and make a key for each user: semantic keys add --tenant NAME"
+                "permit it, and create a key for each user: semantic keys add --tenant NAME"
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key must be set together")

@@ -11,6 +11,7 @@ _CONTROLS = (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066
 _REMOVED: Final = {code: None for code in _CONTROLS if chr(code) not in "\n\t"}
 _SURROGATES: Final = dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
 _TABLE: Final = {**_REMOVED, **_SURROGATES}
+_ESCAPED: Final = {code: f"\\u{code:04x}" for code in _TABLE}
 _COLOUR: Final = re.compile(r"(\x1b\[[0-9;]*m)")
 
 
@@ -32,6 +33,16 @@ def printable_line(text: str) -> str:
         'a\\nb'
     """
     return printable(text).replace("\n", "\\n")
+
+
+def escape_controls(text: str) -> str:
+    r"""Return the text with control characters as JSON escapes; newlines and tabs stay.
+
+    Example:
+        >>> escape_controls("one\n\x9btwo")
+        'one\n\\u009btwo'
+    """
+    return text.translate(_ESCAPED)
 
 
 def keep_colours(text: str) -> str:

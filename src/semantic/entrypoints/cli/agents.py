@@ -63,7 +63,9 @@ def list_agents(
     client: ServerClient,
     *,
     prefix: Annotated[str | None, typer.Option(help="only ids that begin with this")] = None,
-    label: Annotated[str | None, typer.Option(help="only those with this NAME:VALUE")] = None,
+    label: Annotated[
+        str | None, typer.Option(help="only agents with this label, NAME:VALUE")
+    ] = None,
 ) -> Answer:
     """List agents, the most recently used first."""
     wanted = {"prefix": prefix, "label": label}
@@ -174,12 +176,12 @@ def remove(
     client: ServerClient,
     agents: Annotated[list[str], AgentArgument()],
     *,
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="do not ask")] = False,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="do not ask for confirmation")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete agents; forks keep the past they share."""
+    """Delete agents; forks keep the turns they share."""
     if not yes and not _confirms(f"delete {', '.join(agents)}?"):
-        raise InvalidRequestError("nothing was deleted; with -y nothing is asked")
+        raise InvalidRequestError("nothing deleted; -y deletes without asking")
     for agent in agents:
         client.call("DELETE", f"/v1/agents/{agent}")
         if not as_json:
@@ -228,9 +230,9 @@ def import_agent(
     client: ServerClient,
     file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False)],
     *,
-    agent_id: Annotated[str | None, typer.Option("--id", help="another name for it")] = None,
+    agent_id: Annotated[str | None, typer.Option("--id", help="another name for the agent")] = None,
     messages_only: Annotated[
-        bool, typer.Option("--messages-only", help="leave the KV cache out")
+        bool, typer.Option("--messages-only", help="without the KV cache")
     ] = False,
 ) -> Answer:
     """Read an agent from a file that `export` wrote."""

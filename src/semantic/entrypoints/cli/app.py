@@ -20,19 +20,54 @@ from semantic.entrypoints.cli.screen import say
 from semantic.entrypoints.cli.watch import bench, top
 
 _SERVE_FLAGS = (
-    *("host", "port", "model", "backend", "dtype", "device", "weights", "threads", "shards"),
-    *("home", "cache_dir", "durability", "disk_budget_mb", "memory_budget_mb", "kv_bits"),
-    *("tls_cert", "tls_key", "log_level", "allow_remote"),
+    "host",
+    "port",
+    "model",
+    "backend",
+    "dtype",
+    "device",
+    "weights",
+    "threads",
+    "shards",
+    "home",
+    "cache_dir",
+    "durability",
+    "disk_budget_mb",
+    "memory_budget_mb",
+    "kv_bits",
+    "tls_cert",
+    "tls_key",
+    "log_level",
+    "allow_remote",
 )
 _CLUSTER_FLAGS = (
-    *("host", "port", "model", "backend", "dtype", "device", "weights", "shards", "home"),
-    *("replicas", "max_replicas", "replica_cpus", "replica_gpus", "ray_address"),
-    *("upscale_delay_s", "downscale_delay_s", "store", "database_url", "objects_url"),
-    *("memory_budget_mb", "kv_bits", "log_level", "allow_remote"),
+    "host",
+    "port",
+    "model",
+    "backend",
+    "dtype",
+    "device",
+    "weights",
+    "shards",
+    "home",
+    "replicas",
+    "max_replicas",
+    "replica_cpus",
+    "replica_gpus",
+    "ray_address",
+    "upscale_delay_s",
+    "downscale_delay_s",
+    "store",
+    "database_url",
+    "objects_url",
+    "memory_budget_mb",
+    "kv_bits",
+    "log_level",
+    "allow_remote",
 )
 # The panels of `semantic --help`.
 _SERVING, _USING = "Run a server", "Use a running server"
-_UPKEEP = "Look after this machine and its files"
+_UPKEEP = "Maintain this machine and its files"
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
 
@@ -128,7 +163,7 @@ def cluster(settings: Settings) -> int:
 @app.command(rich_help_panel=_SERVING)
 def shard(
     server: Annotated[
-        str, typer.Argument(metavar="HOST:PORT", help="what the server has as shard_listen")
+        str, typer.Argument(metavar="HOST:PORT", help="the shard_listen of the server")
     ],
 ) -> int:
     """Run one shard of a model for a server on another machine; needs SEMANTIC_SHARD_KEY."""

@@ -55,7 +55,7 @@ def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None
     directory = settings.effective_cache_dir
     if not (directory / LEDGER_FILE).exists() and not (directory / "blocks").is_dir():
         raise InvalidRequestError(
-            f"there is no cache in {directory}; name its place with --cache-dir or --home",
+            f"no cache in {directory}; set its location with --cache-dir or --home",
             param="cache_dir",
         )
     claim(directory)
@@ -115,7 +115,7 @@ class _Cache:
             self.say(f"  {model} ({abi}, {kv_format}): {number:,}, {size(nbytes)}")
         others = self.files.other_bytes()
         self.say(
-            f"in all     {size(used)} of {size(budget)} ({used / budget:.1%}), "
+            f"total      {size(used)} of {size(budget)} ({used / budget:.1%}), "
             f"{size(others)} of it for the ledger and its backup"
         )
         self._tell_problem()

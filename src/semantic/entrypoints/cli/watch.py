@@ -129,7 +129,7 @@ class _Bar:
 def _reuse(cache: Json) -> str:
     rates, reuse = cache["hit_rates"], cache["reuse"]
     if rates["all"] is None:
-        return "nothing was asked yet"
+        return "no requests yet"
     tiers = ", ".join(f"{rates[tier]:.0%} {tier}" for tier in ("hot", "pool", "disk"))
     return f"{rates['all']:.0%} of prompts ({tiers}); {reuse['computed']:,} tokens computed"
 
@@ -143,7 +143,7 @@ def _now(cache: Json, before: Json | None, interval: float) -> str:
         for name, value in cache["counters"].items()
     }
     blocks = ", ".join(f"{name} {number / interval:.0f}" for name, number in changed.items())
-    return f"{running}; blocks a second: {blocks}"
+    return f"{running}; blocks per second: {blocks}"
 
 
 # -- bench -----------------------------------------------------------------------------------------

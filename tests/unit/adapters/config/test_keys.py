@@ -181,7 +181,7 @@ def test_keys_are_added_listed_and_revoked(
         (["add", "--limit", "speed=3"], "limit speed"),
         (["add", "--tenant-limit", "weight=0"], "limit weight"),
         (["add", "--tenant-limit", "agent.tokens_per_minute=many"], "agent.tokens_per_minute"),
-        (["revoke", "key_unknown"], "there is no key 'key_unknown'"),
+        (["revoke", "key_unknown"], "no key 'key_unknown'"),
     ],
 )
 def test_a_wrong_option_is_a_one_line_error_and_changes_nothing(

@@ -238,6 +238,7 @@ def unread(sources: Iterator[str]) -> set[str]:
 def test_every_setting_is_read() -> None:
     files = [*PROJECT.glob("src/semantic/entrypoints/**/*.py")]
     files += PROJECT.glob("src/semantic/application/**/*.py")
+    files += PROJECT.glob("src/semantic/cluster/**/*.py")
     files.append(PROJECT / "src/semantic/adapters/config/settings.py")
     assert unread(path.read_text() for path in files) == set()
 

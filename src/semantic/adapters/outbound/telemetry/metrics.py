@@ -76,7 +76,7 @@ class Metrics:
             "time_to_first_token_seconds", "Seconds from a request to its first token.", _WAITS
         )
         self._queue_wait = self._histogram(
-            "queue_wait_seconds", "Seconds that a request waited for the device.", _WAITS
+            "queue_wait_seconds", "Seconds a request waited for the device.", _WAITS
         )
         ProcessCollector(registry=self.registry)
 
@@ -184,28 +184,30 @@ class ServerCollector(Collector):
     def _requests(self) -> Iterator[Metric]:
         counts, live = self._counts.requests, self._watch.live
         outcomes = counts.outcomes.copy()
-        yield _each(_counter("request", "Requests by how they ended.", "model", "status"), outcomes)
+        yield _each(_counter("request", "Requests by outcome.", "model", "status"), outcomes)
         cancelled = sum(n for (_, outcome), n in outcomes.items() if outcome == "cancelled")
         yield _one(_counter("cancellation", "Requests that were cancelled."), cancelled)
         yield _each(
             _counter("failure", "Requests that failed or were refused.", "kind"),
             counts.failures.copy(),
         )
-        yield _one(_gauge("request_queue_depth", "Requests that wait."), live.num_waiting)
-        yield _one(_gauge("requests_running", "Requests that run."), live.num_running)
-        yield _one(_gauge("agents_active", "Agents with a request."), live.num_agents)
+        yield _one(_gauge("request_queue_depth", "Requests waiting."), live.num_waiting)
+        yield _one(_gauge("requests_running", "Requests running."), live.num_running)
+        yield _one(
+            _gauge("agents_active", "Agents with a waiting or running request."), live.num_agents
+        )
 
     def _tokens(self) -> Iterator[Metric]:
         engine, requests = self._counts.engine, self._counts.requests
         yield _one(_counter("tokens_prefilled", "Prompt tokens computed."), engine.prompt_tokens)
-        yield _one(_counter("tokens_generated", "Tokens of replies."), engine.generated_tokens)
+        yield _one(_counter("tokens_generated", "Reply tokens generated."), engine.generated_tokens)
         yield _one(
             _counter("drafted_tokens", "Draft tokens that were checked."), engine.drafted_tokens
         )
         right = _counter("accepted_draft_tokens", "Draft tokens that were accepted.")
         yield _one(right, engine.accepted_tokens)
         yield _one(
-            _gauge("tokens_per_second", "Tokens of replies a second, since the last reading."),
+            _gauge("tokens_per_second", "Reply tokens per second since the last scrape."),
             self._rate.read(engine.generated_tokens),
         )
         reuse = requests.reuse
@@ -213,28 +215,30 @@ class ServerCollector(Collector):
         yield _each(
             _counter("tokens_reused", "Prompt tokens not computed, by tier.", "tier"), tiers
         )
-        yield _one(_counter("cache_hit", "Replies that reused state."), requests.hits)
+        yield _one(_counter("cache_hit", "Replies that reused KV cache."), requests.hits)
         misses = requests.replies - requests.hits
         yield _one(_counter("cache_miss", "Replies that reused nothing."), misses)
-        yield _one(_counter("preemption", "Sequences that gave way."), engine.preemptions)
+        yield _one(
+            _counter("preemption", "Sequences preempted to free memory."), engine.preemptions
+        )
         yield _one(_counter("watchdog_hang", "Device calls that hung."), engine.hangs)
-        swaps = _counter("model_swap", "Models loaded, by result.", "result")
+        swaps = _counter("model_swap", "Model loads by result.", "result")
         yield _each(swaps, engine.swaps.copy())
 
     def _blocks(self) -> Iterator[Metric]:
         counts = self._counts.cache
         yield _each(
-            _counter("eviction", "Parts of blocks dropped.", "tier", "reason"),
+            _counter("eviction", "Block parts evicted.", "tier", "reason"),
             counts.evictions.copy(),
         )
         figures = {
             "block_sealed": ("Blocks sealed.", counts.sealed),
-            "block_corrupt": ("Parts that could not be read.", counts.corrupt),
-            "cache_restore": ("Parts read from disk.", counts.restored),
+            "block_corrupt": ("Block parts that could not be read.", counts.corrupt),
+            "cache_restore": ("Block parts read from disk.", counts.restored),
             "cache_restore_bytes": ("Bytes read from disk.", counts.restored_bytes),
-            "cache_persist": ("Parts written to disk.", counts.written),
+            "cache_persist": ("Block parts written to disk.", counts.written),
             "cache_persist_bytes": ("Bytes written to disk.", counts.written_bytes),
-            "cache_persist_failure": ("Parts that could not be written.", counts.unwritten),
+            "cache_persist_failure": ("Block parts that could not be written.", counts.unwritten),
         }
         for name, (text, value) in figures.items():
             yield _one(_counter(name, text), value)
@@ -244,19 +248,25 @@ class ServerCollector(Collector):
         memory = use.memory
         kinds = {"held": memory.held, "idle": memory.idle, "working": memory.working}
         yield _each(_gauge("memory_used_bytes", "Memory for the KV cache, by kind.", "kind"), kinds)
-        yield _one(_gauge("memory_budget_bytes", "Most that it may be."), memory.total)
+        yield _one(_gauge("memory_budget_bytes", "Memory budget of the KV cache."), memory.total)
         needed = memory.held + memory.working
         yield _one(
-            _gauge("pool_utilization_ratio", "Of the budget, what cannot be had by evicting."),
+            _gauge(
+                "pool_utilization_ratio", "Share of the memory budget that eviction cannot free."
+            ),
             needed / memory.total if memory.total else 0.0,
         )
-        yield _one(_gauge("pool_blocks", "Parts of blocks in memory."), memory.num_blocks)
+        yield _one(_gauge("pool_blocks", "Block parts in memory."), memory.num_blocks)
         yield _one(_gauge("disk_used_bytes", "Bytes in the cache directory."), use.disk)
-        yield _one(_gauge("disk_budget_bytes", "Most that it may hold."), use.disk_budget)
-        yield _one(_gauge("write_queue_bytes", "Bytes that wait to be written."), use.queue)
+        yield _one(
+            _gauge("disk_budget_bytes", "Disk budget of the cache directory."), use.disk_budget
+        )
+        yield _one(_gauge("write_queue_bytes", "Bytes queued for writing."), use.queue)
         now = self._state()
         states = {state.value: float(state is now) for state in _STATES}
-        yield _each(_gauge("model_state", "1 for the state the model is in.", "state"), states)
+        yield _each(
+            _gauge("model_state", "1 for the model's current state, else 0.", "state"), states
+        )
 
     def _shared(self) -> Iterator[Metric]:
         try:
@@ -264,10 +274,11 @@ class ServerCollector(Collector):
         except ModelSwapError:
             sharing = Sharing(0, 0, dict.fromkeys(Tier, 0))
         tiers = {tier.value: count for tier, count in sharing.tiers.items()}
-        yield _each(_gauge("agents", "Agents by where their state is.", "tier"), tiers)
+        yield _each(_gauge("agents", "Agents by the tier of their KV cache.", "tier"), tiers)
         ratio = sharing.logical_bytes / sharing.unique_bytes if sharing.unique_bytes else 1.0
         yield _one(
-            _gauge("dedup_ratio", "Bytes agents would take alone, over those they take."), ratio
+            _gauge("dedup_ratio", "KV cache bytes without sharing, divided by the actual bytes."),
+            ratio,
         )
 
 

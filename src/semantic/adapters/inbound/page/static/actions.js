@@ -1,4 +1,4 @@
-// What can be done to an agent, with a way back where there is one.
+// Operations on an agent, with undo where it is possible.
 import { html, useState } from "./vendor/preact-htm.js";
 import { ask, forgetAgent, get, known, leaving, putAgent, refreshAgent, refreshCache, say, sayFault, send, tell } from "./server.js";
 import { Dialog, Field, bytes } from "./parts.js";
@@ -7,7 +7,7 @@ const GRACE_MS = 7000;
 
 const at = (id, deed = "") => `v1/agents/${encodeURIComponent(id)}${deed}`;
 
-/** Do something to an agent; says what went wrong. */
+/** Run an operation; shows its error. */
 async function attempt(work) {
   try {
     return await work();
@@ -41,7 +41,7 @@ export const rewind = (id, turnId) =>
     putAgent({ ...known.agents.get(id), ...agent, history: [] });
     refreshAgent(id);
     const undo = () => attempt(() => send("POST", at(id, "/rewind"), { turn_id: before })).then(() => refreshAgent(id));
-    say(turnId ? `${id} went back to turn ${agent.turns}.` : `${id} went back to its beginning.`, { undo });
+    say(turnId ? `Rewound ${id} to turn ${agent.turns}.` : `Rewound ${id} to the beginning.`, { undo });
     return agent;
   });
 
@@ -49,14 +49,14 @@ export const pin = (id, isPinned) =>
   attempt(async () => {
     putAgent({ ...known.agents.get(id), ...(await send("PATCH", at(id), { pin: isPinned })) });
     refreshAgent(id);
-    say(isPinned ? `${id} is pinned: its state stays on disk.` : `${id} is no longer pinned.`, { undo: () => pin(id, !isPinned) });
+    say(isPinned ? `${id} is pinned: its KV cache stays on disk.` : `${id} is no longer pinned.`, { undo: () => pin(id, !isPinned) });
   });
 
 export const prefetch = (id) =>
   attempt(async () => {
     const { parts } = await send("POST", at(id, "/prefetch"));
     setTimeout(() => refreshAgent(id), 400);
-    say(parts ? `Reading ${parts} ${parts > 1 ? "parts" : "part"} of ${id} into memory.` : `${id} is in memory as far as it fits.`, {
+    say(parts ? `Reading ${parts} ${parts > 1 ? "parts" : "part"} of ${id} into memory.` : `All of ${id} that fits is in memory.`, {
       undo: parts ? () => evict(id, "disk") : undefined,
     });
   });
@@ -66,8 +66,8 @@ export const evict = (id, to) =>
     const { state } = await send("POST", at(id, "/evict"), { to });
     refreshAgent(id);
     refreshCache();
-    const where = { hot: "in memory, since others share it", warm: "on disk", cold: "computed again when it is needed" };
-    say(`The state of ${id} is now ${where[state.tier]}.`, { undo: to === "disk" ? () => prefetch(id) : undefined });
+    const where = { hot: "in memory, because other agents share it", warm: "on disk", cold: "evicted; its next turn recomputes it" };
+    say(`The KV cache of ${id} is ${where[state.tier]}.`, { undo: to === "disk" ? () => prefetch(id) : undefined });
   });
 
 /** Delete an agent, a few seconds from now. */
@@ -76,7 +76,7 @@ export function remove(id) {
   const isOver = () => leaving.delete(id) && attempt(() => ask(at(id), { method: "DELETE", keepalive: true }));
   leaving.set(id, isOver);
   forgetAgent(id);
-  say(`${id} is deleted.`, {
+  say(`Deleted ${id}.`, {
     ms: GRACE_MS,
     onGone: isOver,
     undo: () => {
@@ -133,7 +133,7 @@ function ForkDialog({ id, turnId, onMade }) {
   };
   const [count, setCount] = useState(1);
   return html`<${Dialog} title=${`Fork ${id}`} action="Fork" onDone=${done} onClose=${close}>
-    <p class="note">${turnId ? "From this turn on" : "From the latest turn on"} the fork is separate. Nothing is copied and nothing is computed.</p>
+    <p class="note">${turnId ? "From this turn on" : "From the latest turn on"} the fork is separate. Forking copies and computes nothing.</p>
     <${Field} label="Name"><input name="name" required=${count < 2} disabled=${count > 1} pattern=${NAME} value=${freeName(id)} /><//>
     <${Field} label="How many" hint="several get random names">
       <input name="count" type="number" min="1" max="256" value=${count} onInput=${(event) => setCount(Number(event.target.value))} />
@@ -147,7 +147,7 @@ function NewDialog({ onMade }) {
     const agent = await makeAgent({ ...(id && { id }), ...(system && { system }) });
     if (agent) onMade?.(agent.id);
   };
-  return html`<${Dialog} title="New agent" action="Make it" onDone=${done} onClose=${close}>
+  return html`<${Dialog} title="New agent" action="Create" onDone=${done} onClose=${close}>
     <${Field} label="Name" hint="letters, digits, dot, dash; leave empty for a random name"><input name="id" pattern=${NAME} placeholder="coder" /><//>
     <${Field} label="System prompt"><textarea name="system" rows="5" placeholder="You write Python." /><//>
   <//>`;
@@ -161,7 +161,7 @@ function ImportDialog({ onMade }) {
   };
   return html`<${Dialog} title="Import an agent" action="Import" onDone=${done} onClose=${close}>
     <${Field} label="File" hint="as written by Export"><input name="file" type="file" accept=".tar,application/x-tar" required /><//>
-    <${Field} label="Name" hint="the one in the file if empty"><input name="id" pattern=${NAME} /><//>
+    <${Field} label="Name" hint="leave empty for the name in the file"><input name="id" pattern=${NAME} /><//>
     <label class="check"><input type="checkbox" name="messages" /> messages only, without the KV cache</label>
   <//>`;
 }
@@ -172,7 +172,7 @@ function RemoveDialog({ id }) {
     remove(id);
   };
   return html`<${Dialog} title=${`Delete ${id}?`} action="Delete" onDone=${done} onClose=${close}>
-    <p class="note">Its forks keep the past they share. You have a few seconds to undo this.</p>
+    <p class="note">Its forks keep the turns that they share with it. You have a few seconds to undo this.</p>
   <//>`;
 }
 

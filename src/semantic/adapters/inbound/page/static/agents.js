@@ -1,4 +1,4 @@
-// Agents: the graph with everyone in it, and one agent with its log beside it.
+// Agents: the graph of all agents, and one agent with its log beside it.
 import { html, useEffect, useMemo, useState } from "./vendor/preact-htm.js";
 import { get, known, refreshAgent, sayFault, useTopics } from "./server.js";
 import { Bar, Button, ReuseBar, Rows, Tier, ago, bytes, number, short, textOf } from "./parts.js";
@@ -104,7 +104,7 @@ function Agent({ id, go }) {
   useTopics("agents");
   const agent = known.agents.get(id);
   useEffect(() => void (agent || refreshAgent(id)), [id]);
-  if (!agent) return html`<aside class="detail"><div class="empty"><p>${act.isLeaving(id) ? "Deleted." : "There is no such agent."}</p></div></aside>`;
+  if (!agent) return html`<aside class="detail"><div class="empty"><p>${act.isLeaving(id) ? "Deleted." : "Agent not found."}</p></div></aside>`;
   const { state, settings } = agent;
   return html`<aside class="detail" aria-label=${id}>
     <header>
@@ -124,9 +124,9 @@ function Agent({ id, go }) {
     <div class="facts">
       <${Where} agent=${agent} />
       <dl>
-        <dt>Made</dt><dd>${ago(agent.created_at)}${agent.created_at && Date.now() / 1000 - agent.created_at > 5 ? " ago" : ""}</dd>
+        <dt>Created</dt><dd>${ago(agent.created_at)}${agent.created_at && Date.now() / 1000 - agent.created_at > 5 ? " ago" : ""}</dd>
         <dt>Class</dt><dd>${settings.class}${settings.weight !== 1 ? `, weight ${settings.weight}` : ""}</dd>
-        ${settings.ttl_s && html`<dt>Forgotten</dt><dd>${Math.round(settings.ttl_s / 3600)} h after its last turn</dd>`}
+        ${settings.ttl_s && html`<dt>Expires</dt><dd>${Math.round(settings.ttl_s / 3600)} h after its last turn</dd>`}
         ${settings.tools.length > 0 && html`<dt>Tools</dt><dd>${settings.tools.map((tool) => tool.name).join(", ")}</dd>`}
         ${Object.entries(settings.labels).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}
       </dl>
@@ -164,7 +164,7 @@ function Log({ agent, go }) {
   if (!turns) return null;
   return html`<div class="log">
     <h3>Turns</h3>
-    ${!turns.length && html`<p class="note">No turn yet.</p>`}
+    ${!turns.length && html`<p class="note">No turns yet.</p>`}
     ${turns.map((turn, index) => html`<${LogEntry} key=${turn.id} agent=${agent} turn=${turn} isHead=${index === 0} go=${go} />`)}
     ${next && html`<${Button} onClick=${() => load(next).catch(sayFault)}>Older turns<//>`}
     ${turns.length > 0 && !next && html`<${Button} kind="quiet" onClick=${() => act.rewind(agent.id, null)}>Rewind to the beginning<//>`}

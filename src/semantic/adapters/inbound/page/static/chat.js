@@ -1,4 +1,4 @@
-// Chat with any agent; under each reply where its prompt came from, and why.
+// Chat with any agent; below each reply, the sources of its prompt's KV cache.
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { ask, framesOf, get, known, refreshAgent, sayFault, useTopics } from "./server.js";
 import { Bar, Button, Copy, Field, Prose, ReuseBar, Rows, Tier, ago, number, seconds, textOf, thinkingOf } from "./parts.js";
@@ -92,7 +92,7 @@ function Conversation({ id, go }) {
       ${agent?.settings.system && html`<details class="system"><summary>System prompt</summary><pre>${agent.settings.system}</pre></details>`}
       ${turns?.map((turn, index) => html`<${Turn} key=${turn.id} id=${id} turn=${turn} isHead=${index === turns.length - 1} go=${go} />`)}
       ${live && html`<${Live} reply=${live} onRetry=${() => submit(live.asked)} />`}
-      ${turns && !turns.length && !live && html`<div class="empty"><p>Say something to <b>${id}</b>.</p></div>`}
+      ${turns && !turns.length && !live && html`<div class="empty"><p>Send a message to <b>${id}</b>.</p></div>`}
       <div ref=${end} />
     </div>
     <${Composer} id=${id} isBusy=${running.current !== null} onSend=${submit} onStop=${() => running.current?.abort()} />
@@ -112,7 +112,7 @@ async function stream(id, body, signal, reply, show) {
     else if (event.type === "error") throw new Error(event.error.message);
     else if (event.type === "finished") show({ finished: event, endAt: now });
   }
-  if (!reply.finished) throw new Error("The connection to the server was lost in the middle of the reply.");
+  if (!reply.finished) throw new Error("The connection to the server was lost during the reply.");
 }
 
 const said = (role, text) => ({ role, content: [{ type: "text", text }] });
@@ -141,12 +141,12 @@ function Turn({ id, turn, isHead, go }) {
     ${turn.messages.map((message) => html`<${Said} message=${message} />`)}
     <footer class="cost">
       <${ReuseBar} reuse=${{ ...turn.reuse, drafted: right }} />
-      <span class="note">${number(usage.prompt_tokens)} prompt, ${number(usage.completion_tokens)} reply${drafted ? ` (${number(right)} of ${number(drafted)} drafted tokens were right)` : ""}${timing && timing.first >= 0 ? `, first after ${seconds(timing.first)}` : ""}${timing && timing.rate > 0 && Number.isFinite(timing.rate) ? `, ${timing.rate.toFixed(1)} tokens/s` : ""}${turn.finish_reason && turn.finish_reason !== "end_turn" ? `, ended by ${turn.finish_reason}` : ""}</span>
+      <span class="note">${number(usage.prompt_tokens)} prompt, ${number(usage.completion_tokens)} reply${drafted ? ` (${number(right)} of ${number(drafted)} drafted tokens were right)` : ""}${timing && timing.first >= 0 ? `, first token after ${seconds(timing.first)}` : ""}${timing && timing.rate > 0 && Number.isFinite(timing.rate) ? `, ${timing.rate.toFixed(1)} tokens/s` : ""}${turn.finish_reason && turn.finish_reason !== "end_turn" ? `, ended by ${turn.finish_reason}` : ""}</span>
       <span class="go">
         <${Button} kind="quiet" aria-expanded=${isOpen} onClick=${() => setOpen(!isOpen)}>Why<//>
         <${Copy} text=${replies.map(textOf).join("\n")} />
-        ${!isHead && html`<${Button} kind="quiet" title="Drop what came after this reply" onClick=${() => act.rewind(id, turn.id)}>Rewind here<//>`}
-        <${Button} kind="quiet" title="Continue in another way from this reply" onClick=${() => act.askFork(id, turn.id, (made) => go("chat", made))}>Fork here<//>
+        ${!isHead && html`<${Button} kind="quiet" title="Remove the turns after this reply" onClick=${() => act.rewind(id, turn.id)}>Rewind here<//>`}
+        <${Button} kind="quiet" title="Start a fork from this reply" onClick=${() => act.askFork(id, turn.id, (made) => go("chat", made))}>Fork here<//>
       </span>
     </footer>
     ${isOpen && html`<${Why} id=${id} turnId=${turn.id} />`}
@@ -177,7 +177,7 @@ function Why({ id, turnId }) {
           <pre class="old"><b>was</b>${left.expected || "(the end)"}</pre>
           <pre class="new"><b>is</b>${left.actual || "(the end)"}</pre>
         </div>`
-      : html`<p class="note">Its prompt continues the previous turn, to the last token.${told.note && ` ${told.note}`}</p>`}
+      : html`<p class="note">The prompt continues the previous turn to its last token.${told.note && ` ${told.note}`}</p>`}
   </div>`;
 }
 

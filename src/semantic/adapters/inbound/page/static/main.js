@@ -1,4 +1,4 @@
-// The frame around the views: where one is, keys of the keyboard, what the server is up to.
+// The frame around the views: navigation, keyboard shortcuts, status of the server.
 import { Component, html, render, useEffect, useState } from "./vendor/preact-htm.js";
 import { dropKey, follow, giveKey, hasKey, known, tell, useTopics } from "./server.js";
 import { Bar, Button, Dialog, Field, Icon, bytes } from "./parts.js";
@@ -53,7 +53,7 @@ function App() {
   return html`
     <${Rail} view=${view} id=${id} onHelp=${() => setHelp(true)} />
     <main>
-      ${known.link === "down" && html`<p class="down" role="alert"><i class="dot" />The server does not answer. What you see is what was known; this page tries again by itself.</p>`}
+      ${known.link === "down" && html`<p class="down" role="alert"><i class="dot" />The server does not answer. This page shows the last known state and retries.</p>`}
       <${Guard} key=${view}><${View} id=${id} go=${go} /><//>
     </main>
     <${Toasts} />
@@ -62,14 +62,14 @@ function App() {
   `;
 }
 
-/** A view that fails says so, and leaves the others alone. */
+/** Shows the error of a view that fails; other views still work. */
 class Guard extends Component {
   componentDidCatch(error) {
     console.error(error);
     this.setState({ error });
   }
   render({ children }, { error }) {
-    return error ? html`<div class="empty"><p>This view failed: ${error.message}</p><${Button} onClick=${() => this.setState({ error: null })}>Show it again<//></div>` : children;
+    return error ? html`<div class="empty"><p>This view failed: ${error.message}</p><${Button} onClick=${() => this.setState({ error: null })}>Retry<//></div>` : children;
   }
 }
 
@@ -88,7 +88,7 @@ function Rail({ view, id, onHelp }) {
       ${cache && html`<a href="#/memory" class="mini" title=${`RAM ${bytes(cache.memory.used)} of ${bytes(cache.memory.budget)}`}><span>RAM</span><${Bar} parts=${[["pool", cache.memory.used - cache.memory.working], ["hot", cache.memory.working]]} whole=${cache.memory.budget} label="RAM" /></a>
       <a href="#/memory" class="mini" title=${`Disk ${bytes(cache.disk.used)} of ${bytes(cache.disk.budget)}`}><span>Disk</span><${Bar} parts=${[["disk", cache.disk.used + cache.disk.other]]} whole=${cache.disk.budget} label="Disk" /></a>`}
       <div class="small">
-        <${Button} kind="quiet" icon="sun" title="Light or dark" onClick=${turnTheme} />
+        <${Button} kind="quiet" icon="sun" title="Light or dark" onClick=${toggleTheme} />
         <${Button} kind="quiet" title="Keyboard shortcuts (?)" onClick=${onHelp}>?<//>
         ${hasKey() && html`<${Button} kind="quiet" title="Forget the key" onClick=${dropKey}>Sign out<//>`}
       </div>
@@ -96,7 +96,7 @@ function Rail({ view, id, onHelp }) {
   </nav>`;
 }
 
-function turnTheme() {
+function toggleTheme() {
   const root = document.documentElement;
   const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = isDark ? "light" : "dark";
@@ -117,8 +117,8 @@ function Toasts() {
 
 function KeyDialog() {
   const done = ({ key }) => giveKey(key.trim());
-  return html`<${Dialog} title="This server needs a key" action="Use it" onDone=${done} onClose=${() => tell("link")}>
-    <p class="note">Use one from <code>semantic keys add</code>. It is kept until this tab is closed. An admin's key also shows memory, figures and models.</p>
+  return html`<${Dialog} title="This server requires a key" action="Sign in" onDone=${done} onClose=${() => tell("link")}>
+    <p class="note">Create a key with <code>semantic keys add</code>. This page keeps it until you close the tab. An admin key also shows memory, metrics and models.</p>
     ${known.keyFault && html`<p class="fault">${known.keyFault}</p>`}
     <${Field} label="Key"><input name="key" type="password" autocomplete="off" required /><//>
   <//>`;

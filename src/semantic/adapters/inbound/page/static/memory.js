@@ -1,11 +1,11 @@
-// Memory: every block a cell of a live map, and what memory, disk and device hold of what they may.
+// Memory: a live map with a cell for every block, and the use of memory, disk and device.
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { known, listen, refreshCache, say, sayFault, send, usePolling, useTopics } from "./server.js";
 import { Bar, Button, ago, bytes, number, percent, short } from "./parts.js";
 import { chainOf, countSoon, map, ownersOf, rearrange, refreshBlocks } from "./blocks.js";
 
 const FLASH_MS = 1600;
-const LEVELS = 4; // how strong: nobody's, one agent's, a few agents', many agents'
+const LEVELS = 4; // colour strength by number of agents: none, one, a few, many
 const KINDS = { dirty: "only in memory (dirty)", both: "in memory and on disk", disk: "on disk" };
 
 const kindOf = (block) => (!block.memory ? "disk" : block.disk ? "both" : "dirty");
@@ -238,7 +238,7 @@ export function Memory() {
   const collect = async () => {
     try {
       const { freed_bytes } = await send("POST", "v1/cache/gc", { orphan_age_s: 0 });
-      say(`Freed ${bytes(freed_bytes)} that no agent reached.`);
+      say(`Freed ${bytes(freed_bytes)} of blocks that no agent reaches.`);
       refreshCache();
     } catch (error) {
       sayFault(error);
@@ -250,7 +250,7 @@ export function Memory() {
       <input list="agent-names" type="search" placeholder="Show one agent's blocks" aria-label="Show one agent's blocks" value=${agent} onInput=${(event) => setAgent(known.agents.has(event.target.value) ? event.target.value : "")} />
       <datalist id="agent-names">${[...known.agents.keys()].slice(0, 500).map((id) => html`<option value=${id} />`)}</datalist>
       <${Button} onClick=${rearrange} title="Put blocks of one chain side by side again">Arrange<//>
-      <${Button} onClick=${collect} title="Delete what no agent reaches">Collect garbage<//>
+      <${Button} onClick=${collect} title="Delete blocks that no agent reaches">Collect garbage<//>
     </header>
     ${known.cacheFault && html`<p class="fault">${known.cacheFault}</p>`}
     ${cache && html`<${Budgets} cache=${cache} />`}
@@ -260,7 +260,7 @@ export function Memory() {
       <span class="flashes">${["made", "written", "read", "shared", "evicted"].map((what) => html`<i class=${`dot flash-${what}`} />${what} `)}</span>
     </div>
     <${BlockMap} agent=${agent} />
-    ${!map.byName.size && html`<p class="note over">${map.isLoading ? "Reading blocks…" : "No blocks yet: they appear when agents talk."}</p>`}
+    ${!map.byName.size && html`<p class="note over">${map.isLoading ? "Reading blocks…" : "No blocks yet. They appear after the first requests."}</p>`}
   </section>`;
 }
 
@@ -268,12 +268,12 @@ function Budgets({ cache }) {
   const { memory, disk, device } = cache;
   const kept = memory.used - memory.working;
   return html`<div class="budgets">
-    <${Budget} name="RAM" used=${memory.used} budget=${memory.budget} parts=${[["pool", kept], ["hot", memory.working]]} note=${`${bytes(kept)} blocks, ${bytes(memory.working)} at work, pressure ${memory.pressure}`} />
+    <${Budget} name="RAM" used=${memory.used} budget=${memory.budget} parts=${[["pool", kept], ["hot", memory.working]]} note=${`${bytes(kept)} blocks, ${bytes(memory.working)} in use by requests, pressure ${memory.pressure}`} />
     <${Budget} name="Disk" used=${disk.used + disk.other} budget=${disk.budget} parts=${[["disk", disk.used], ["computed", disk.other]]} note=${disk.problem || `${short(disk.files)} files, ${bytes(disk.other)} ledger`} />
-    ${device ? html`<${Budget} name="Device" used=${device.used} budget=${device.budget} parts=${[["hot", device.used]]} note="weights, open conversations and other programs" />` : html`<div class="budget"><header><b>Device</b><span>none reported</span></header><small>on a CPU, all is in RAM</small></div>`}
-    <${Budget} name="To write" used=${disk.queue_used} budget=${disk.queue_budget} parts=${[["disk", disk.queue_used]]} note=${disk.queue_used ? "being written" : "all is written"} />
-    <div class="budget"><header><b>Sharing</b><span>${cache.dedup_ratio ? `${cache.dedup_ratio.toFixed(2)} ×` : "–"}</span></header><small>${cache.dedup_ratio ? "what agents would take alone, over what they take" : "no agent has state yet"}</small></div>
-    <div class="budget"><header><b>Reused</b><span>${percent(cache.hit_rates.all)}</span></header><${Bar} parts=${["hot", "pool", "disk", "computed"].map((name) => [name, cache.reuse[name]])} label="prompt tokens by where they came from" /><small>of ${short(Object.values(cache.reuse).reduce((a, b) => a + b, 0))} prompt tokens</small></div>
+    ${device ? html`<${Budget} name="Device" used=${device.used} budget=${device.budget} parts=${[["hot", device.used]]} note="weights, open conversations and other programs" />` : html`<div class="budget"><header><b>Device</b><span>none reported</span></header><small>on a CPU, the KV cache is in RAM</small></div>`}
+    <${Budget} name="Write queue" used=${disk.queue_used} budget=${disk.queue_budget} parts=${[["disk", disk.queue_used]]} note=${disk.queue_used ? "being written" : "empty"} />
+    <div class="budget"><header><b>Sharing</b><span>${cache.dedup_ratio ? `${cache.dedup_ratio.toFixed(2)} ×` : "–"}</span></header><small>${cache.dedup_ratio ? "size without sharing, divided by the actual size" : "no KV cache yet"}</small></div>
+    <div class="budget"><header><b>Reused</b><span>${percent(cache.hit_rates.all)}</span></header><${Bar} parts=${["hot", "pool", "disk", "computed"].map((name) => [name, cache.reuse[name]])} label="prompt tokens by source" /><small>of ${short(Object.values(cache.reuse).reduce((a, b) => a + b, 0))} prompt tokens</small></div>
   </div>`;
 }
 

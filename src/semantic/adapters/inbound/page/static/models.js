@@ -1,5 +1,5 @@
-// Models: what is served, what is on this machine, and how to serve another.
-// Connect: what each client is told to reach this server.
+// Models: the served model, the models on this machine, and swapping.
+// Connect: how to configure each client for this server.
 import { html, useEffect, useState } from "./vendor/preact-htm.js";
 import { get, hasKey, known, listen, refreshModels, say, sayFault, send, usePolling, useTopics } from "./server.js";
 import { Button, Copy, bytes, number } from "./parts.js";
@@ -36,7 +36,7 @@ export function Models() {
       sayFault(error);
     }
   };
-  const serve = (id) => change("swap", { model: id }, `Loading ${id}: what runs may end first.`);
+  const serve = (id) => change("swap", { model: id }, `Loading ${id} when running requests have finished.`);
   const health = known.health;
   return html`<section class="models">
     <header class="tools"><h1>Models</h1></header>
@@ -105,7 +105,7 @@ export function Connect() {
       <dt>Anthropic base URL</dt><dd><code>${values.url}</code><${Copy} text=${values.url} /></dd>
       <dt>Model</dt><dd><select onChange=${(event) => setName(event.target.value)}>${known.models.map((one) => html`<option selected=${one.id === values.model}>${one.id}</option>`)}</select></dd>
       <dt>Context</dt><dd>${number(context)} tokens, prompt and reply together</dd>
-      <dt>Key</dt><dd>${hasKey() ? "the one you gave this page" : "any text: this server has no keys"}</dd>
+      <dt>Key</dt><dd>${hasKey() ? "the key you entered here" : "any text: this server requires no key"}</dd>
     </dl>
     ${shown.map((client) => html`<article class="client" key=${client.name}>
       <h2>${client.name}</h2>

@@ -1,4 +1,4 @@
-// Now: who waits and who is answered, and how fast that goes, over the last hour.
+// Now: waiting and running requests, and latencies and rates of the last hour.
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { get, known, listen, usePolling, useTopics } from "./server.js";
 import { Bar, ReuseBar, ago, number, percent, seconds, short } from "./parts.js";
@@ -258,14 +258,14 @@ function Running({ reply, go }) {
 }
 
 const SAID = {
-  "turn.started": (event) => `asked, ${number(event.prompt_tokens)} tokens`,
-  "turn.finished": (event) => (event.reason === "failed" ? "failed" : `answered, ${number(event.usage.completion_tokens)} tokens`),
-  missed: (event) => `${event.events} events were missed`,
+  "turn.started": (event) => `request, ${number(event.prompt_tokens)} prompt tokens`,
+  "turn.finished": (event) => (event.reason === "failed" ? "failed" : `reply, ${number(event.usage.completion_tokens)} tokens`),
+  missed: (event) => `missed ${event.events} events`,
 };
 
 function Events() {
   const events = known.events.slice(0, 40);
-  if (!events.length) return html`<p class="note">Nothing since this page was opened.</p>`;
+  if (!events.length) return html`<p class="note">No events since you opened this page.</p>`;
   return html`<ol class="events">
     ${events.map((event) => html`<li key=${`${event.at}${event.type}${event.agent_id}`}>
       <time>${ago(event.at / 1000)}</time>

@@ -1,14 +1,14 @@
-// What the page knows of the server, and how it hears of changes.
+// The state of the server as the page knows it, and how it stays up to date.
 //
-// One stream of events says what happened; what changed is then asked for. When the server goes
-// away the page keeps what it knows, says so, and asks again until it is back.
+// The page follows one stream of events and then requests what changed. When the connection is
+// lost, the page keeps its state, shows a warning, and reconnects.
 import { useEffect, useReducer } from "./vendor/preact-htm.js";
 
 const HISTORY = 60; // turns of each agent that the graph shows
 const PAGE = 100;
 const KEY = "semantic.key";
-const QUIET_MS = 10_000; // figures are asked for at least so often
-const HIDDEN_MS = 30_000; // a page that nobody sees lets its connection go
+const QUIET_MS = 10_000; // longest time between two requests for the cache figures
+const HIDDEN_MS = 30_000; // a hidden page closes its connection after this time
 
 export const known = {
   link: "connecting", // or "live", "down"
@@ -25,7 +25,7 @@ export const known = {
   toasts: [],
 };
 
-// -- who listens -------------------------------------------------------------------------------
+// -- listeners -------------------------------------------------------------------------------
 
 const listeners = new Map();
 const pending = new Set();
@@ -74,7 +74,7 @@ export function usePolling(work, ms, inputs = []) {
   }, inputs);
 }
 
-// -- asking ------------------------------------------------------------------------------------
+// -- requests ------------------------------------------------------------------------------------
 
 export class ApiError extends Error {
   constructor(status, message) {
@@ -88,7 +88,7 @@ function headersOf(more) {
   return { ...(key ? { authorization: `Bearer ${key}` } : {}), ...more };
 }
 
-/** Ask the server; answers that are no success are thrown. */
+/** Send a request; throws an `ApiError` unless it succeeds. */
 export async function ask(path, { method = "GET", json, body, signal, keepalive } = {}) {
   const headers = headersOf(json === undefined ? {} : { "content-type": "application/json" });
   const sent = json === undefined ? body : JSON.stringify(json);
@@ -163,7 +163,7 @@ export function dropKey() {
 const stale = new Set();
 let refreshing = 0;
 
-export const leaving = new Map(); // agents that are deleted unless somebody takes it back
+export const leaving = new Map(); // agents that are deleted unless the user takes it back
 
 const isListed = (agent) =>
   !leaving.has(agent.id) &&
@@ -183,7 +183,7 @@ export function forgetAgent(id) {
   tell("agents");
 }
 
-/** Ask for an agent again, soon and together with others. */
+/** Request an agent again, soon and together with others. */
 export function refreshAgent(id) {
   stale.add(id);
   refreshing ||= setTimeout(refreshStale, 150);
@@ -237,7 +237,7 @@ export function refreshCache(isUrgent = false) {
     } catch (error) {
       if (error.status) known.cacheFault = error.message;
     }
-    // Many agents take the server a while: it is asked as seldom as it is slow.
+    // With many agents this takes the server a while: the slower it is, the less often it is asked.
     cacheDue = Date.now() + Math.max(1500, 20 * (Date.now() - asked));
     cacheTimer = 0;
     tell("cache");
@@ -278,7 +278,7 @@ function setLink(link) {
   }
 }
 
-/** Follow the server for as long as the page is there. */
+/** Follow the server's events until the page closes. */
 export async function follow() {
   let wait = 250;
   for (;;) {
@@ -340,7 +340,7 @@ setInterval(() => !document.hidden && known.link === "live" && refreshCache(), Q
 
 let numToasts = 0;
 
-/** Say something; `undo` may take it back. */
+/** Show a message; `undo` reverts what it reports. */
 export function say(text, { undo, isFault = false, ms = 7000, onGone } = {}) {
   const toast = { id: ++numToasts, text, isFault, undo };
   const close = () => {

@@ -145,6 +145,7 @@ class NativeBuild:
 
     Attributes:
         directory: Where libraries compiled on this machine are stored.
+        lacks_compiler: Whether there is no library because there is no C compiler.
     """
 
     def __init__(self, directory: Path, choice: str = "auto", prebuilt: Path = PREBUILT) -> None:
@@ -166,6 +167,7 @@ class NativeBuild:
             )
         self.directory, self._choice, self._prebuilt = directory, choice, prebuilt
         self._library: Library | None = None
+        self.lacks_compiler = False
         self._reason = "the setting native is off"
         self._thread = threading.Thread(target=self._make, name="native-build", daemon=True)
         if choice != "off":
@@ -202,6 +204,7 @@ class NativeBuild:
             try:
                 self._library = self._find(variant)
             except (OSError, AttributeError, subprocess.SubprocessError) as error:
+                self.lacks_compiler = isinstance(error, FileNotFoundError)
                 self._reason = str(getattr(error, "stderr", "") or error).strip()[-300:]
             else:
                 return
