@@ -13,11 +13,13 @@ from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.domain.pool import BlockPool
 from tests.call_profile import CallProfile, listed_files
+from tests.http_server import make_settings, run_server
 from tests.unit.application.engine_rig import EngineRig, make_job
 
 pytestmark = pytest.mark.integration
 
 MAX_BLOCK_FILES = 12
+MAX_REQUEST_FILES = 30
 BLOCK_TOKENS = 64
 SPEC = fake_spec(block_tokens=BLOCK_TOKENS)
 # What the document leaves out: values, the request that a block belongs to, and ledger tables.
@@ -77,3 +79,45 @@ def test_a_block_passes_the_files_that_the_document_lists(tmp_path: Path) -> Non
 def test_a_quantised_block_passes_one_more_file(tmp_path: Path) -> None:
     more = files_of_a_block(tmp_path, "q8g64") - set(listed_files("A block"))
     assert more == {"adapters/outbound/blocks/quantisation.py"}
+
+
+# What the document leaves out of a request besides the files of a block.
+REQUEST_LEFT_OUT = (
+    "domain/",
+    "ports/",
+    "application/cache/",
+    "adapters/outbound/blocks/",
+    "adapters/outbound/ledger/",
+    "adapters/outbound/telemetry/",
+    "application/agents/feed.py",
+    "application/agents/running_turns.py",
+    "application/engine/speculative/",
+)
+
+
+def second_turn(home: Path, profile: CallProfile) -> set[str]:
+    """The files that run for the second turn of a conversation, which reuses the first."""
+    messages = [{"role": "user", "content": "Tell me a story about a dog. " * 10}]
+    with run_server(make_settings(home)) as running, running.client() as http:
+        body = {"model": running.model, "max_tokens": 8, "messages": messages}
+        first = http.post("/v1/messages", json=body).raise_for_status().json()
+        messages += [
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": "Go on."},
+        ]
+        profile.clear()
+        with http.stream("POST", "/v1/messages", json={**body, "stream": True}) as reply:
+            events = "".join(reply.iter_text())
+        assert '"cache_read_input_tokens":0' not in events
+        return set(profile.files)
+
+
+def test_a_request_passes_the_files_that_the_document_lists(tmp_path: Path) -> None:
+    starts = ["adapters/inbound/", "application/requests/", "application/engine/"]
+    with CallProfile(under=starts) as profile:
+        passed = second_turn(tmp_path, profile)
+    files = {BACKEND if file.startswith(BACKENDS) else file for file in passed}
+    files -= set(listed_files("A block")) - {BACKEND}
+    listed = listed_files("A request")
+    assert sorted(listed) == sorted(f for f in files if not f.startswith(REQUEST_LEFT_OUT))
+    assert len(listed) <= MAX_REQUEST_FILES
