@@ -86,8 +86,17 @@ def _make_tools(directory: Path) -> Path:
 def _fetch_source(directory: Path, tools: Path) -> Path:
     package = f"llama-cpp-python=={VERSION}"
     _run(
-        *(tools / "python", "-m", "pip", "download", "--quiet", "--no-deps"),
-        *("--no-binary", "llama-cpp-python", "--dest", directory, package),
+        tools / "python",
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--no-binary",
+        "llama-cpp-python",
+        "--dest",
+        directory,
+        package,
     )
     (archive,) = directory.glob("llama_cpp_python-*.tar.gz")
     with tarfile.open(archive) as content:
