@@ -11,7 +11,10 @@ from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.model import LoadedModel
 from semantic.application.settings import EngineLimits
+from semantic.domain.access import KeyRing, TenantPolicy
+from semantic.domain.agents import Agent, AgentProfile
 from semantic.domain.blocks import BlockNamespace, BlockPart
+from semantic.domain.errors import QuotaExceededError
 from semantic.entrypoints.persistence import AgentMemory
 from tests.http_server import make_settings
 from tests.unit.application.engine_rig import make_job
@@ -53,4 +56,17 @@ def test_a_model_that_is_dropped_leaves_memory(tmp_path: Path) -> None:
     del engine, model, backend
     gc.collect()
     assert left() is None
+    assert memory.close(20)
+
+
+def test_storage_is_counted_once_a_tenant_has_a_quota(tmp_path: Path) -> None:
+    memory = AgentMemory(make_settings(tmp_path))
+    assert memory.agents.storage is None
+    memory.limit_storage(KeyRing(tenants={"a": TenantPolicy(disk_bytes=1000)}))
+    profile = AgentProfile(system="x" * 2000)
+    with pytest.raises(QuotaExceededError):
+        memory.agents.create(Agent("one", 1.0, tenant="a", profile=profile))
+    memory.agents.create(Agent("one", 1.0, tenant="b", profile=profile))
+    memory.limit_storage(KeyRing())
+    memory.agents.create(Agent("one", 1.0, tenant="a", profile=profile))
     assert memory.close(20)
