@@ -98,7 +98,6 @@ class SequenceAdmission:
         return True
 
     def close_sequence(self, generation: Generation) -> None:
-        """Close a request's sequence and reset its progress."""
         self._memory.close_sequence(generation.seq)
         generation.rewind()
 

@@ -373,7 +373,7 @@ class DeviceThread:
         finally:
             with self._lock:
                 self._busy_since = None
-        if self.lifecycle.note_answer():
+        if self.lifecycle.end_hang():
             _log.warning("the device responds again")
         if not is_busy and engine.has_work:
             self._await_command(_IDLE_POLL_S)
@@ -452,7 +452,7 @@ class DeviceThread:
         with self._lock:
             if self._busy_since != since:
                 return  # the device call returned in the meantime
-            self._counts.hangs += self.lifecycle.note_hang(problem)
+            self._counts.hangs += self.lifecycle.set_hung(problem)
         failed = self._live.fail(BackendError(f"{problem}."))
         if failed:
             _log.error("%s; failed %d requests", problem, len(failed))

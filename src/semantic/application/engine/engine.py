@@ -123,7 +123,7 @@ class BlockPoolBatchEngine:
         block_tokens = self._backend.spec.block_tokens
         generation = Generation(job, next(self._orders), assembler, self._clock(), block_tokens)
         self._generations[job.id] = generation
-        self._scheduler.add(generation)
+        self._scheduler.enqueue(generation)
         if len(job.tokens) >= self.longest_sequence:
             most = max(self.longest_sequence - 1, 0)
             what = f"a prompt of {len(job.tokens)} tokens does not fit this server's memory"
@@ -143,11 +143,9 @@ class BlockPoolBatchEngine:
             self._finish(generation, FinishReason.CANCELLED)
 
     def close_idle(self, agent: str) -> None:
-        """Close an agent's idle copies."""
         self._memory.close_idle_of(agent)
 
     def reconfigure(self, limits: EngineLimits) -> None:
-        """Replace the limits, effective from the next step."""
         self._scheduler.limits = limits
 
     def draft_with(self, planner: DraftPlanner) -> None:
@@ -226,7 +224,7 @@ class BlockPoolBatchEngine:
                 self._short_of_memory = candidate
                 break
         rows: list[tuple[Generation, Chunk]] = []
-        for portion in self._scheduler.plan(now):
+        for portion in self._scheduler.plan_step(now):
             generation = portion.generation
             try:
                 rows.append((generation, generation.next_chunk(portion.num_tokens, portion.draft)))

@@ -101,7 +101,6 @@ class Sealing:
         self.chain, self.num_sealed, self.last_start = chain, num_sealed, num_tokens
 
     def restart(self) -> None:
-        """Start again at the first token."""
         self.start_at(0, self.root, 0)
         self.is_active = True
 
@@ -222,7 +221,6 @@ class Generation:
 
     @property
     def num_generated(self) -> int:
-        """Tokens of the reply so far."""
         return len(self.tokens) - self.num_prompt
 
     @property
@@ -251,7 +249,6 @@ class Generation:
         return self.num_generated + self.progress.num_draws >= self.job.max_tokens
 
     def is_late(self, now: float) -> bool:
-        """Whether the deadline has passed and the request has not ended."""
         deadline = self.job.deadline
         return deadline is not None and now >= deadline and not self.is_done
 
@@ -338,7 +335,6 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Token counts so far."""
         drafting, reuse = self.drafting, self.prefix.reuse
         return Usage(
             prompt_tokens=self.num_prompt,

@@ -137,13 +137,11 @@ class WorkingMemory:
         return True
 
     def close_sequence(self, seq: SequenceId) -> None:
-        """Close a sequence and release its reservation."""
         self._backend.close_sequence(seq)
         self.resize(seq, 0)
         self.idle.remove(seq)
 
     def close_all(self) -> None:
-        """Close every sequence and release all reservations."""
         for seq in self._lengths:
             self._backend.close_sequence(seq)
             self.idle.remove(seq)
@@ -175,7 +173,6 @@ class WorkingMemory:
         return False
 
     def close_idle_of(self, agent: str) -> None:
-        """Close an agent's idle copies."""
         for copy in [copy for copy in self.idle if copy.agent == agent]:
             self.close_sequence(copy.seq)
 

@@ -302,8 +302,8 @@ class ModelLifecycle:
         """Record that the server shuts down; the state does not change any more."""
         self._set(ModelState.STOPPED, "stopped")
 
-    def note_hang(self, problem: str) -> bool:
-        """Record that the device does not answer; returns False if that is known already."""
+    def set_hung(self, problem: str) -> bool:
+        """Record that the device does not respond; returns False if it was hung before."""
         with self.lock:
             if self.state is ModelState.HUNG:
                 return False
@@ -311,8 +311,8 @@ class ModelLifecycle:
             self._set(ModelState.HUNG, problem)
             return True
 
-    def note_answer(self) -> bool:
-        """Record that the device answers; returns whether it was hung."""
+    def end_hang(self) -> bool:
+        """Return to the state before a hang, if any; returns whether there was one."""
         with self.lock:
             if self.state is not ModelState.HUNG:
                 return False

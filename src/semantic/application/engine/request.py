@@ -107,7 +107,6 @@ class Draft:
     states: tuple[TokenConstraint, ...] = ()
 
     def cut(self, size: int) -> "Draft":
-        """Return the first `size` draft tokens."""
         return Draft(self.tokens[:size], self.masks[:size], self.states[:size])
 
 
@@ -155,7 +154,6 @@ class LiveRequests:
 
     @property
     def ids(self) -> set[str]:
-        """The ids of all live requests."""
         with self._lock:
             return set(self._jobs)
 
@@ -166,7 +164,6 @@ class LiveRequests:
             return 0.0 if self._jobs else time.monotonic() - self._idle_since
 
     def reset_idle(self) -> None:
-        """Count the idle time from now on."""
         self._idle_since = time.monotonic()
 
     def add(self, job: Job | EmbeddingJob) -> None:

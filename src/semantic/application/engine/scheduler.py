@@ -71,7 +71,6 @@ class VirtualClock:
         del self._served[agent]
 
     def charge(self, agent: str, num_tokens: int, weight: float) -> None:
-        """Charge tokens served to an agent."""
         self._served[agent] += num_tokens / weight
 
     def time_of(self, agent: str) -> float:
@@ -121,13 +120,11 @@ class ConcurrentScheduler:
         self.waiting: list[Generation] = []
         self.running: list[Generation] = []
 
-    def add(self, generation: Generation) -> None:
-        """Queue a new request."""
+    def enqueue(self, generation: Generation) -> None:
         self._clock.join(generation.job.agent)
         self.waiting.append(generation)
 
     def admit(self, generation: Generation) -> None:
-        """Move a request from waiting to running."""
         self.waiting.remove(generation)
         self.running.append(generation)
         generation.job.trace.note_admitted()
@@ -138,7 +135,6 @@ class ConcurrentScheduler:
         self.waiting.append(generation)
 
     def remove(self, generation: Generation) -> None:
-        """Remove a request that ended."""
         queue = self.running if generation in self.running else self.waiting
         queue.remove(generation)
         self._clock.leave(generation.job.agent)
@@ -150,7 +146,7 @@ class ConcurrentScheduler:
                 return
             yield generation
 
-    def plan(self, now: float) -> list[Portion]:
+    def plan_step(self, now: float) -> list[Portion]:
         """Choose the next step's rows and charge their agents; does not count them as launched."""
         ready = [g for g in self.running if self._can_run(g)]
         suspects = [g for g in self.running if g.progress.retry_until is not None]

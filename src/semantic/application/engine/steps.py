@@ -73,7 +73,6 @@ class EngineWatch:
         self._observe = telemetry.observe
 
     def note_step(self, seconds: float, num_rows: int, num_prompt_tokens: int) -> None:
-        """Record a collected step."""
         self.counts.prompt_tokens += num_prompt_tokens
         self._observe(Measure.STEP, seconds)
         self._observe(Measure.BATCH, num_rows)
@@ -156,7 +155,6 @@ class ChunkBudget:
         self._trials_ms: list[float] = []
 
     def observe(self, num_prompt_tokens: int, elapsed_s: float) -> None:
-        """Learn from the duration of one step."""
         elapsed_ms = elapsed_s * _SECONDS_TO_MS
         if num_prompt_tokens == 0:
             if len(self._trials_ms) < self.NUM_TRIALS:
@@ -245,7 +243,6 @@ class StepCosts:
         self._drafted: dict[int, tuple[float, int]] = {}
 
     def observe(self, num_rows: int, num_drafted: int, seconds: float) -> None:
-        """Learn from the duration of a step."""
         if num_drafted:
             size = _size(num_rows + num_drafted)
             self._drafted[size] = _blended(self._drafted.get(size), seconds)

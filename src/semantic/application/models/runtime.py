@@ -48,7 +48,6 @@ class Runtime:
         self._set_log_level = set_log_level
 
     def read(self) -> RuntimeSettings:
-        """Return the current settings."""
         return self._settings
 
     def change(self, changes: Mapping[str, Value]) -> RuntimeSettings:

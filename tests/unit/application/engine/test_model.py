@@ -71,11 +71,11 @@ def test_a_swap_that_fails_while_it_fetches_leaves_the_model() -> None:
 def test_a_hang_ends_in_the_state_before_it() -> None:
     lifecycle = ready()
     begun(lifecycle)
-    assert lifecycle.note_hang("no answer")
-    assert not lifecycle.note_hang("no answer")
-    assert lifecycle.note_answer()
+    assert lifecycle.set_hung("no answer")
+    assert not lifecycle.set_hung("no answer")
+    assert lifecycle.end_hang()
     assert (lifecycle.state, lifecycle.detail) == (ModelState.SWAPPING, "waiting")
-    assert not lifecycle.note_answer()
+    assert not lifecycle.end_hang()
 
 
 def test_stopped_is_final() -> None:

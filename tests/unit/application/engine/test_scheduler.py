@@ -42,14 +42,14 @@ def test_interactive_goes_before_background_and_arrival_decides_ties() -> None:
         generation("b", 2),
         generation("a", 1),
     ):
-        scheduler.add(item)
+        scheduler.enqueue(item)
     assert names(scheduler.candidates(now=0.0)) == ["a", "b", "bg"]
 
 
 def test_background_ages_into_its_turn() -> None:
     scheduler = ConcurrentScheduler(EngineLimits(ageing_s=5))
-    scheduler.add(generation("bg", 0, service_class=ServiceClass.BACKGROUND, arrived=0.0))
-    scheduler.add(generation("new", 1, arrived=4.9))
+    scheduler.enqueue(generation("bg", 0, service_class=ServiceClass.BACKGROUND, arrived=0.0))
+    scheduler.enqueue(generation("new", 1, arrived=4.9))
     assert names(scheduler.candidates(now=4.9)) == ["new", "bg"]
     assert names(scheduler.candidates(now=5.0)) == ["bg", "new"]
 
@@ -57,10 +57,10 @@ def test_background_ages_into_its_turn() -> None:
 def test_being_served_ends_the_wait() -> None:
     scheduler = ConcurrentScheduler(EngineLimits(prefill_step_size=4, ageing_s=5))
     for item in (generation("a", 0), generation("b", 1)):
-        scheduler.add(item)
+        scheduler.enqueue(item)
         scheduler.admit(item)
-    first = names(portion.generation for portion in scheduler.plan(now=10.0))
-    second = names(portion.generation for portion in scheduler.plan(now=10.1))
+    first = names(portion.generation for portion in scheduler.plan_step(now=10.0))
+    second = names(portion.generation for portion in scheduler.plan_step(now=10.1))
     assert (first, second) == (["a"], ["b"])
 
 
@@ -69,23 +69,23 @@ def test_a_prompt_that_has_begun_is_not_put_off_for_another_but_for_a_short_one(
     scheduler.budget.observe(1000, 0.1)  # 2,500 tokens are a quarter of a second
 
     def turn() -> list[str]:
-        portions = scheduler.plan(now=0.0)
+        portions = scheduler.plan_step(now=0.0)
         for portion in portions:
             portion.generation.progress.num_launched += portion.num_tokens
             portion.generation.progress.is_started = True
         return names(portion.generation for portion in portions)
 
     for item in (generation("a", 0, prompt=1536), generation("b", 1, prompt=6000)):
-        scheduler.add(item)
+        scheduler.enqueue(item)
         scheduler.admit(item)
     assert [turn(), turn()] == [["a"], ["a"]]
     short = generation("short", 2, prompt=300)
-    scheduler.add(short)
+    scheduler.enqueue(short)
     scheduler.admit(short)
     assert turn() == ["short"]
     assert [turn(), turn()] == [["a"], ["b"]]
     late = generation("late", 3, prompt=1536)
-    scheduler.add(late)
+    scheduler.enqueue(late)
     scheduler.admit(late)
     assert [name for _ in range(8) for name in turn()] == [*["b"] * 4, *["late"] * 3, "b"]
 
@@ -98,7 +98,7 @@ def beside_a_long_prompt(*others: Generation) -> tuple[ConcurrentScheduler, Gene
         scheduler.budget.observe(320, 0.33)
     long = generation("long", 0, prompt=9000)
     for item in (long, *others):
-        scheduler.add(item)
+        scheduler.enqueue(item)
         scheduler.admit(item)
     return scheduler, long
 
@@ -109,7 +109,7 @@ def test_a_chunk_of_a_long_prompt_is_followed_by_decode_steps() -> None:
     scheduler, long = beside_a_long_prompt(decoding)
     pieces = []
     for _ in range(60):
-        portions = {p.generation.job.id: p.num_tokens for p in scheduler.plan(now=0.0)}
+        portions = {p.generation.job.id: p.num_tokens for p in scheduler.plan_step(now=0.0)}
         assert portions.pop("d") == 1
         pieces.append(portions.get("long", 0))
         long.progress.num_launched += pieces[-1]
@@ -118,31 +118,34 @@ def test_a_chunk_of_a_long_prompt_is_followed_by_decode_steps() -> None:
     assert set(pieces) == {0, 320}
     assert num_long == len(pieces) // 4
     scheduler.remove(decoding)
-    assert names(p.generation for p in scheduler.plan(now=0.0)) == ["long"]
+    assert names(p.generation for p in scheduler.plan_step(now=0.0)) == ["long"]
 
 
 def test_a_background_decode_shares_every_step_with_a_long_prompt() -> None:
     decoding = generation("d", 1, service_class=ServiceClass.BACKGROUND)
     decoding.progress.start_at(9)
     scheduler, long = beside_a_long_prompt(decoding)
-    assert names(p.generation for p in scheduler.plan(now=0.0)) == ["d", "long"]
-    assert names(p.generation for p in scheduler.plan(now=0.0)) == ["d", "long"]  # which goes first
+    assert names(p.generation for p in scheduler.plan_step(now=0.0)) == ["d", "long"]
+    assert names(p.generation for p in scheduler.plan_step(now=0.0)) == [
+        "d",
+        "long",
+    ]  # which goes first
     scheduler.remove(long)
-    assert names(p.generation for p in scheduler.plan(now=0.0)) == ["d"]
+    assert names(p.generation for p in scheduler.plan_step(now=0.0)) == ["d"]
 
 
 def test_a_short_prompt_does_not_wait_for_a_chunk_of_a_long_one() -> None:
     scheduler, long = beside_a_long_prompt()
 
     def step() -> list[str]:
-        portions = scheduler.plan(now=0.0)
+        portions = scheduler.plan_step(now=0.0)
         for portion in portions:
             portion.generation.progress.num_launched += portion.num_tokens
         return names(portion.generation for portion in portions)
 
     def joined_by(name: str, service_class: ServiceClass = ServiceClass.INTERACTIVE) -> list[str]:
         short = generation(name, 1, prompt=60, service_class=service_class)
-        scheduler.add(short)
+        scheduler.enqueue(short)
         scheduler.admit(short)
         served = step()
         scheduler.remove(short)
@@ -161,10 +164,10 @@ def test_a_short_prompt_does_not_wait_for_a_chunk_of_a_long_one() -> None:
 
 def test_a_retried_suspect_runs_before_others() -> None:
     scheduler = ConcurrentScheduler(EngineLimits())
-    scheduler.add(generation("free", 0))
+    scheduler.enqueue(generation("free", 0))
     suspect = generation("suspect", 1, service_class=ServiceClass.BACKGROUND)
     suspect.progress.retry_until = 5
-    scheduler.add(suspect)
+    scheduler.enqueue(suspect)
     assert next(scheduler.candidates(now=0.0)) is suspect
 
 
@@ -222,15 +225,15 @@ def test_decodes_all_run_and_prompts_share_what_is_left() -> None:
     scheduler = ConcurrentScheduler(EngineLimits(prefill_step_size=64, target_step_ms=100))
     decoding, long, short = generation("d", 0), generation("l", 1, prompt=500), generation("s", 2)
     for item in (decoding, long, short):
-        scheduler.add(item)
+        scheduler.enqueue(item)
         scheduler.admit(item)
     decoding.progress.start_at(9)
-    portions = {p.generation.job.id: p.num_tokens for p in scheduler.plan(now=0.0)}
+    portions = {p.generation.job.id: p.num_tokens for p in scheduler.plan_step(now=0.0)}
     assert portions["d"] == 1
     assert portions["l"] + portions.get("s", 0) <= 64
     # The long prompt has been served more by now, so the short one is first.
     long.progress.num_launched = portions["l"]
-    second = {p.generation.job.id: p.num_tokens for p in scheduler.plan(now=0.0)}
+    second = {p.generation.job.id: p.num_tokens for p in scheduler.plan_step(now=0.0)}
     assert second["s"] == 10
 
 
@@ -245,9 +248,9 @@ def test_prompts_are_not_cut_into_small_pieces(
     scheduler = ConcurrentScheduler(EngineLimits(prefill_step_size=128))
     for order, length in enumerate(lengths):
         item = generation(str(order), order, prompt=length)
-        scheduler.add(item)
+        scheduler.enqueue(item)
         scheduler.admit(item)
-    assert {p.generation.job.id: p.num_tokens for p in scheduler.plan(now=0.0)} == expected
+    assert {p.generation.job.id: p.num_tokens for p in scheduler.plan_step(now=0.0)} == expected
 
 
 @given(per_token=st.floats(0.01, 5.0), fixed=st.floats(0.0, 40.0), target=st.floats(10.0, 300.0))
@@ -373,13 +376,13 @@ def test_a_step_one_ahead_is_timed_from_the_collect_before_it() -> None:
 def test_victim_is_the_youngest_of_the_lowest_class_never_the_only_one() -> None:
     scheduler = ConcurrentScheduler(EngineLimits())
     only = generation("only", 0)
-    scheduler.add(only)
+    scheduler.enqueue(only)
     scheduler.admit(only)
     assert scheduler.victim() is None
     background = generation("bg", 1, service_class=ServiceClass.BACKGROUND)
     young = generation("young", 2)
     for item in (background, young):
-        scheduler.add(item)
+        scheduler.enqueue(item)
         scheduler.admit(item)
     assert scheduler.victim() is background
     scheduler.remove(background)
@@ -423,13 +426,13 @@ def test_the_bound_on_waiting(
     now = 0.0
     while queue or scheduler.waiting or scheduler.running:
         while queue and queue[0][0] <= now:
-            scheduler.add(queue.pop(0)[1])
+            scheduler.enqueue(queue.pop(0)[1])
         aged = [g for g in scheduler.waiting if now - g.waiting_since >= limits.ageing_s]
         for candidate in scheduler.candidates(now):
             scheduler.admit(candidate)
             longer = [g for g in aged if g.waiting_since < candidate.waiting_since]
             assert not [g for g in longer if g in scheduler.waiting]
-        for portion in scheduler.plan(now):
+        for portion in scheduler.plan_step(now):
             item = portion.generation
             remaining[id(item)] -= 1
             if not remaining[id(item)]:
@@ -441,7 +444,7 @@ def test_the_bound_on_waiting(
 def test_integrity_check_can_fail() -> None:
     scheduler = ConcurrentScheduler(EngineLimits())
     item = generation("a", 0)
-    scheduler.add(item)
+    scheduler.enqueue(item)
     item.final = Finished(FinishReason.END_TURN, item.usage)
     with pytest.raises(AssertionError, match="ended"):
         scheduler.check_integrity()

@@ -81,7 +81,6 @@ class HitRates:
         return hits / tries
 
     def note(self, length: int, *, is_unanimous: bool, is_hit: bool) -> None:
-        """Record one draft token and whether it was correct."""
         _count(self._counts[_bound(length), is_unanimous], is_hit, _MAX_COUNT)
 
 
