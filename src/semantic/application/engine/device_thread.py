@@ -22,12 +22,13 @@ from semantic.application.engine.model import (
     Call,
     Command,
     Exchange,
+    LiveRequests,
     LoadedModel,
     Loader,
     ModelLifecycle,
     Stop,
 )
-from semantic.application.engine.request import EmbeddingJob, EventSink, Job, LiveRequests
+from semantic.application.engine.request import EmbeddingJob, EventSink, Job
 from semantic.application.settings import EngineLimits
 from semantic.domain.errors import (
     BackendError,

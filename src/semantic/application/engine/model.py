@@ -1,4 +1,4 @@
-"""A loaded model, the commands that other threads queue for its thread, and its lifecycle."""
+"""A loaded model and its lifecycle, and what other threads send to its thread."""
 
 import hashlib
 import threading
@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.request import EmbeddingJob, EventBatch, EventSink, Job
 from semantic.domain.agents import Principal
 from semantic.domain.blocks import BlockName, BlockNamespace
-from semantic.domain.errors import ConflictError, DrainingError, ModelSwapError
+from semantic.domain.errors import ConflictError, DrainingError, ModelSwapError, SemanticError
+from semantic.domain.events import Failed, Finished
 from semantic.domain.reply_format import ReplyFormat
 from semantic.domain.sampling import SamplingDefaults
 from semantic.ports.backend import ModelBackendPort, ModelEntry
@@ -103,6 +105,66 @@ class Stop:
 
 
 Command: TypeAlias = Call | Exchange | Stop
+
+
+class LiveRequests:
+    """Jobs whose final event has not been emitted. Thread-safe."""
+
+    def __init__(self, lock: threading.RLock, emit: EventSink) -> None:
+        """Create an empty set of jobs.
+
+        Args:
+            lock: Protects the jobs; callers hold it to check and add in one piece.
+            emit: Receives the events of live requests.
+        """
+        self._lock, self._emit = lock, emit
+        self._jobs: dict[str, Job | EmbeddingJob] = {}
+        self._idle_since = time.monotonic()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def ids(self) -> set[str]:
+        with self._lock:
+            return set(self._jobs)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without a live request; 0 while there is one."""
+        with self._lock:
+            return 0.0 if self._jobs else time.monotonic() - self._idle_since
+
+    def reset_idle(self) -> None:
+        self._idle_since = time.monotonic()
+
+    def add(self, job: Job | EmbeddingJob) -> None:
+        """Add a job; its final event or `fail` removes it."""
+        with self._lock:
+            self._jobs[job.id] = job
+
+    def emit(self, events: EventBatch) -> None:
+        """Emit the events of live requests; drop those of requests that `fail` has ended."""
+        ended = {name for name, event in events if isinstance(event, Finished | Failed)}
+        with self._lock:
+            wanted = [item for item in events if item[0] in self._jobs]
+            for name in ended:
+                self._jobs.pop(name, None)
+            self._idle_since = time.monotonic()
+        if wanted:
+            self._emit(wanted)
+
+    def fail(self, error: SemanticError, affected: set[str] | None = None) -> set[str]:
+        """Fail all live requests, or only the affected ones; returns their ids."""
+        with self._lock:
+            failed = set(self._jobs) if affected is None else set(self._jobs) & affected
+            jobs = [self._jobs.pop(name) for name in failed]
+        for job in jobs:
+            if isinstance(job, EmbeddingJob):
+                job.fail(error)
+        if failed:
+            self._emit([(name, Failed(error)) for name in failed])
+        return failed
 
 
 @dataclass(frozen=True, slots=True)
