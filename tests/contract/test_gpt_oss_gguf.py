@@ -143,5 +143,5 @@ def test_what_is_not_gpt_oss_in_all_is_refused(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(InvalidRequestError, match=r"'gptoss' is not one of .*gpt-oss"):
+    with pytest.raises(InvalidRequestError, match=r"'gptoss' is not supported; .*gpt-oss"):
         import_gguf(tmp_path / "old.gguf", tmp_path / "model")
