@@ -65,7 +65,13 @@ def build() -> Path:
         tools = _make_tools(directory / "tools")
         source = _fetch_source(directory, tools)
         _run(
-            *(tools / "cmake", "-G", "Ninja", "-S", source, "-B", directory / "build"),
+            tools / "cmake",
+            "-G",
+            "Ninja",
+            "-S",
+            source,
+            "-B",
+            directory / "build",
             *(f"-D{option}" for option in _OPTIONS),
             f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}",
         )

@@ -123,13 +123,13 @@ def catalogue(tmp_path: Path, hub: str | None = None, room: int = 2**40) -> Mode
 
 def test_a_model_is_fetched_from_a_hub_with_its_progress(tmp_path: Path, hub: str) -> None:
     models, steps = catalogue(tmp_path, hub), list[str]()
-    entry = models.fetch(models.find("org/small"), steps.append)
+    entry = models.fetch(models.find_model("org/small"), steps.append)
     assert (entry.id, entry.family, entry.num_bytes) == ("small", "llama", 3 * 2**20)
     assert steps[0] == "downloading org/small"
     assert steps[-1].startswith("downloading org/small: 100 % of 3 MB")
     assert [found.source for found in catalogue(tmp_path).entries()].count("org/small") == 1
     with pytest.raises(ModelNotFoundError, match="copy its directory to"):
-        models.fetch(models.find("org/other"), steps.append)
+        models.fetch(models.find_model("org/other"), steps.append)
 
 
 def test_models_are_listed_wherever_they_lie(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_models_are_listed_wherever_they_lie(tmp_path: Path) -> None:
     broken = make_model(tmp_path / "models" / "broken")
     (broken / "tokenizer.json").unlink()
     models = catalogue(tmp_path)
-    entry = models.find("broken")
+    entry = models.find_model("broken")
     with pytest.raises(InvalidRequestError, match=r"needs a config\.json"):
         models.fetch(entry, quiet)
 

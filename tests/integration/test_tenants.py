@@ -301,7 +301,7 @@ def test_a_new_key_finds_what_the_old_one_left(tmp_path: Path) -> None:
     with run_server(make_settings(tmp_path)) as running:
         old = running.client(headers={"x-api-key": secrets["a"]})
         assert _chat(old)[0] == 0
-        key = running.server.access.ring.find(secrets["a"])
+        key = running.server.access.ring.find_key(secrets["a"])
         assert key is not None
         renewed = give_keys(tmp_path, "a")
         edit_key_file(tmp_path / "keys.json", lambda file: file.without_key(key.id))

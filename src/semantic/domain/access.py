@@ -134,7 +134,7 @@ class KeyRing:
         """Whether requests need a key: true once a key was issued, even if it was revoked since."""
         return bool(self.keys)
 
-    def find(self, secret: str) -> ApiKey | None:
+    def find_key(self, secret: str) -> ApiKey | None:
         """Find the key with a secret, in time that does not depend on the result."""
         digest = secret_digest(secret)
         found = None

@@ -95,9 +95,9 @@ class ModelLoader:
         """The models on this machine."""
         return self._source.entries()
 
-    def find(self, source: str) -> ModelEntry:
+    def find_model(self, source: str) -> ModelEntry:
         """Find a model on this machine, or one that can be downloaded."""
-        return self._source.find(source)
+        return self._source.find_model(source)
 
     def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:
         """Download or convert a model's files unless they are on this machine."""

@@ -392,7 +392,7 @@ class ModelSourcePort(Protocol):
     def entries(self) -> Sequence[ModelEntry]:
         """Return the models on this machine; the result may be cached for a short time."""
 
-    def find(self, source: str) -> ModelEntry:
+    def find_model(self, source: str) -> ModelEntry:
         """Return a model that is on this machine or can be fetched.
 
         Raises:

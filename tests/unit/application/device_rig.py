@@ -24,7 +24,7 @@ def gate_to(device: DeviceThread, timeout_s: float = 60) -> ModelGate:
     """Lets requests through to the one model of a device."""
     source = FakeModels()
     registry = ModelRegistry(
-        device, source, lambda *_: no_load(), source.find("fake"), backend_name="fake"
+        device, source, lambda *_: no_load(), source.find_model("fake"), backend_name="fake"
     )
     return ModelGate(registry, max_waiting=8, timeout_s=timeout_s)
 

@@ -17,10 +17,10 @@ def test_a_key_is_found_by_its_secret_alone() -> None:
     keys = [ApiKey(str(i), "t", secret_digest(secret)) for i, secret in enumerate(secrets)]
     gone = ApiKey("gone", "t", secret_digest("gone" * 8), is_revoked=True)
     ring = KeyRing((*keys, gone))
-    assert [ring.find(secret) for secret in secrets] == keys
+    assert [ring.find_key(secret) for secret in secrets] == keys
     # Neither what is kept of a secret, nor a part of one, nor a revoked one opens anything.
     for wrong in (*(key.digest for key in keys), secrets[0][:-1], "", "gone" * 8, "é\udc80"):
-        assert ring.find(wrong) is None
+        assert ring.find_key(wrong) is None
 
 
 @pytest.mark.parametrize(

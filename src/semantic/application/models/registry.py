@@ -311,7 +311,7 @@ class ModelRegistry:
         try:
             return self._entry(name)
         except ModelNotFoundError:
-            return self._source.find(self._names.source(name))
+            return self._source.find_model(self._names.source(name))
 
     def _require_settled(self) -> None:
         lifecycle = self._lifecycle

@@ -73,7 +73,7 @@ class Access:
         ring = self.ring
         if not ring.is_guarded:
             return self._known(ring, LOCAL_TENANT, is_admin=True)
-        for key in map(ring.find, secrets):
+        for key in map(ring.find_key, secrets):
             if key is not None:
                 return self._known(ring, key.tenant, key_id=key.id, is_admin=key.is_admin)
         raise AuthenticationError(

@@ -35,7 +35,7 @@ def test_a_key_is_kept_as_its_hash_for_its_owner_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [entry.name for entry in path.parent.iterdir()] == ["keys.json"]
     ring = read_key_file(path).to_domain()
-    key = ring.find(secrets[0])
+    key = ring.find_key(secrets[0])
     assert key is not None
     assert (key.tenant, ring.policy("acme").weight, ring.policy("other").weight) == ("acme", 2, 1)
 
@@ -93,7 +93,7 @@ def test_keys_of_the_settings_stand_beside_the_files(
     path, marker = tmp_path / "keys.json", tmp_path / "marker"
     ring = load_key_ring(path, marker, settings.api_key, settings.admin_key)
     assert len(ring.keys) == 3
-    user, admin = ring.find("a-key-of-many-letters"), ring.find("the admin's key, hashed")
+    user, admin = ring.find_key("a-key-of-many-letters"), ring.find_key("the admin's key, hashed")
     assert user is not None
     assert admin is not None
     assert (user.is_admin, admin.is_admin, user.tenant) == (False, True, "local")
@@ -166,11 +166,11 @@ def test_keys_are_added_listed_and_revoked(
     assert "tenant acme: weight=2.5, max_concurrent=4, agent.tokens_per_minute=9" in listing
 
     ring = read_key_file(path).to_domain()
-    found = ring.find(secret)
+    found = ring.find_key(secret)
     assert found is not None
     assert found.rate == Rate(requests=3)
     keys("revoke", first)
-    assert read_key_file(path).to_domain().find(secret) is None
+    assert read_key_file(path).to_domain().find_key(secret) is None
     assert "revoked" in keys("list").splitlines()[0]
 
 

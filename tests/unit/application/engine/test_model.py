@@ -9,7 +9,7 @@ from semantic.ports.inbound import ModelState
 
 pytestmark = pytest.mark.unit
 
-ENTRY = FakeModels().find("fake-2")
+ENTRY = FakeModels().find_model("fake-2")
 
 
 def model(name: str = "fake") -> LoadedModel:
@@ -18,7 +18,7 @@ def model(name: str = "fake") -> LoadedModel:
 
 def ready() -> ModelLifecycle:
     lifecycle = ModelLifecycle()
-    lifecycle.served = FakeModels().find("fake")
+    lifecycle.served = FakeModels().find_model("fake")
     lifecycle.set_ready(Exchange(None), model(), 100)
     return lifecycle
 

@@ -65,7 +65,7 @@ def source() -> SlowModels:
 
 @pytest.fixture
 def models(device: DeviceThread, source: SlowModels) -> Iterator[ModelRegistry]:
-    registry = ModelRegistry(device, source, loaded, source.find("fake"), backend_name="fake")
+    registry = ModelRegistry(device, source, loaded, source.find_model("fake"), backend_name="fake")
     registry.start()
     yield registry
     registry.request_stop()
@@ -87,15 +87,15 @@ def test_a_model_serves_until_the_next_one_is_fetched(
 def test_a_swap_ends_when_its_model_is_ready(
     models: ModelRegistry, source: SlowModels, device: DeviceThread
 ) -> None:
-    swap = device.lifecycle.begin_swap(source.find("fake-2"), drain_s=0)
+    swap = device.lifecycle.begin_swap(source.find_model("fake-2"), drain_s=0)
     assert (models.current().id, models.current().state) == ("fake", ModelState.READY)
-    swap.served_after = source.find("fake-2")
+    swap.served_after = source.find_model("fake-2")
     is_loading, may_load = threading.Event(), threading.Event()
 
     def load(on_progress: OnProgress) -> LoadedModel:
         is_loading.set()
         assert may_load.wait(60)
-        return loaded(source.find("fake-2"), on_progress)
+        return loaded(source.find_model("fake-2"), on_progress)
 
     exchanged = device.exchange(load, drain_s=0)
     assert is_loading.wait(60)
@@ -129,7 +129,7 @@ async def test_models_are_looked_for_neither_on_the_event_loop_nor_within_the_lo
     device: DeviceThread,
 ) -> None:
     source = WatchedModels()
-    models = ModelRegistry(device, source, loaded, source.find("fake"), backend_name="fake")
+    models = ModelRegistry(device, source, loaded, source.find_model("fake"), backend_name="fake")
     models.start()
     source.registry = models
     source.threads.clear()

@@ -291,7 +291,7 @@ class FakeModels:
     def entries(self) -> list[ModelEntry]:
         return [ModelEntry(name, name, "fake", fits=True) for name in self.NAMES]
 
-    def find(self, source: str) -> ModelEntry:
+    def find_model(self, source: str) -> ModelEntry:
         for entry in self.entries():
             if entry.id == source:
                 return entry
@@ -300,7 +300,7 @@ class FakeModels:
         )
 
     def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:  # noqa: ARG002
-        return self.find(entry.source)
+        return self.find_model(entry.source)
 
 
 class FakeTokenizer:

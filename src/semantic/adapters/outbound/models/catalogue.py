@@ -62,7 +62,7 @@ class ModelCatalogue:
             self._seen, self._seen_at = tuple(found.values()), time.monotonic()
         return self._seen
 
-    def find(self, source: str) -> ModelEntry:
+    def find_model(self, source: str) -> ModelEntry:
         for entry in self.entries():
             if source in (entry.id, entry.source):
                 return entry
