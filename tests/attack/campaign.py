@@ -1,4 +1,4 @@
-"""`make attack`: every kind of attack, for so many minutes, all chance from one seed.
+"""`make attack`: runs every kind of attack for some minutes; one seed decides all random choices.
 
     python -m tests.attack.campaign --seed 7 --minutes 10
     python -m tests.attack.campaign --seed 7 --kinds imports --first 12 --rounds 1
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = given.kinds or list(KINDS)
     seconds = float("inf") if given.rounds is not None else given.minutes * 60 / len(kinds)
     outcomes = []
-    # Its servers end with it, whoever ends it.
+    # Its servers end with it, however it ends.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     say(f"attack: seed {seed}, {', '.join(kinds)}")
     with tempfile.TemporaryDirectory(prefix="semantic-attack-") as place:

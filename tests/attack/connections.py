@@ -1,4 +1,4 @@
-"""Opens connections and misuses them, while a turn runs and somebody looks at `/health`.
+"""Opens connections and misuses them, while a turn runs and `/health` is polled.
 
 Promised: silent, slow and broken connections stop neither health checks nor turns that run; running
 out of descriptors loses no turn and does not flood the log; afterwards all is as before.

@@ -1,4 +1,4 @@
-"""Damages what a server left on disk, and starts another over it.
+"""Damages the directory of a stopped server, and starts another server on it.
 
 Promised: replies are those computed fresh; what is not the server's stays as it was; turns that
 are lost are told in `/health`; a start that is refused says why.

@@ -171,7 +171,7 @@ def _block_is_link(place: Place, dice: random.Random) -> None:
 def _block_is_pipe(place: Place, dice: random.Random) -> None:
     path = dice.choice(place.blocks)
     path.unlink()
-    os.mkfifo(path)  # whoever opens it to read waits for ever
+    os.mkfifo(path)  # opening it to read blocks for ever
 
 
 def _block_is_link_to_endless(place: Place, dice: random.Random) -> None:

@@ -1,4 +1,4 @@
-"""Sends spoilt requests to every endpoint of the server's own document.
+"""Sends malformed requests to every endpoint of the server's OpenAPI document.
 
 Promised: nothing that is sent makes the server fail. It answers with a 2xx, a 4xx, or one of the
 documented refusals, and is as healthy as before. Requests of a foreign web page are refused, also

@@ -1,4 +1,4 @@
-"""Imports agents that somebody tampered with, and files that expand or take much memory.
+"""Imports agents that were tampered with, and files that expand or take much memory.
 
 Promised: a 4xx (or a 503 while others import), or an agent that harms nobody. Agents that share its
 beginning get the replies that are computed fresh; lists, garbage collection and upkeep go on; it
@@ -80,7 +80,7 @@ class TamperedImports(ServerAttack):
             self._check_backup()
 
     def _conversation(self, dice: random.Random) -> list[Message]:
-        """Words nobody said before, so that nobody has state for them."""
+        """Words that no conversation contains yet, so that no state exists for them."""
         words = " ".join(str(dice.randrange(10**6)) for _ in range(100))
         return [
             {"role": "system", "content": f"Be brief. {words}"},
@@ -171,7 +171,7 @@ class TamperedImports(ServerAttack):
         self._delete_all(what)
 
     def _delete_all(self, what: str) -> None:
-        """Nobody who came in may be impossible to get rid of."""
+        """Every imported agent can be deleted."""
         listed = self.server.http.get("/v1/agents", params={"limit": 100})
         if listed.status_code != 200:
             return  # found already

@@ -1,4 +1,4 @@
-"""Kills servers under load, and sees that what was acknowledged is there and right."""
+"""Kills servers under load, and checks that every acknowledged turn is kept and correct."""
 
 import contextlib
 import io

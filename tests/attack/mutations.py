@@ -1,4 +1,4 @@
-"""Valid requests, and ways to spoil them."""
+"""Valid requests, and ways to make them malformed."""
 
 import copy
 import gzip
@@ -316,7 +316,7 @@ def _deep_object(depth: int) -> bytes:
 
 
 def _shorten(value: Any, name: str = "") -> Any:
-    """Let nobody ask for a reply that is merely long: that is answered, and takes its time."""
+    """Shorten requested replies: a long reply is no fault, and takes long."""
     if isinstance(value, dict):
         return {key: _shorten(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Lets many clients do everything at once to few agents.
+"""Lets many clients perform all operations at once on few agents.
 
 Promised: no failure of the server; replies are those of the conversation that an agent's log tells;
 logs are whole: their turns follow one another up to the head.

@@ -1,4 +1,4 @@
-"""Asks for replies in forms that are expensive to prepare, while somebody else is served.
+"""Asks for replies in forms that are expensive to prepare, while another client is served.
 
 Promised: an answer or a 400 in good time; bounded memory, of the server and of its workers; others
 are served meanwhile.
@@ -134,11 +134,11 @@ def _as_object(schema: Schema) -> Schema:
 _WAYS = (_chat, _chat_tool, _message_tool, _message, _response, _completion)
 
 
-# -- who looks on -----------------------------------------------------------------------------
+# -- the other client -------------------------------------------------------------------------
 
 
 class _Bystander:
-    """Somebody who asks simple things all the time, and must be answered."""
+    """A client that sends simple requests all the time; each must be answered."""
 
     def __init__(self, attack: HostileSchemas) -> None:
         self._attack = attack

@@ -1,4 +1,4 @@
-"""What every attack stands on: a server of its own, the right replies, and a place for findings.
+"""The base of every attack: its own server, the correct replies, and a list of findings.
 
 Servers are real processes on the fake backend, listen on loopback alone, and keep everything in
 the campaign's own directory.
@@ -215,7 +215,7 @@ class ServerAttack(Attack):
             self.check_log()
 
     def check_witness(self) -> None:
-        """Someone who has nothing to do with it gets the right reply."""
+        """A client that takes no part gets the correct reply."""
         said = [{"role": "user", "content": f"Witness of {self.kind}, round {self.round}."}]
         reply = ask(self.server.http, MODEL, said, MAX_TOKENS)
         if reply != self.truth.reply(said):

@@ -75,7 +75,7 @@ def turn_fields(export: Export, dice: random.Random) -> None:
 
 
 def hostile_settings(export: Export, dice: random.Random) -> None:
-    """Settings that are well-formed JSON and would stop whoever believes them."""
+    """Settings that are well-formed JSON and would break a server that applied them."""
     member = export.of_kind("agent")[0]
     document = json.loads(member.content)
     document["body"].update(dice.choice([*WRONG_SETTINGS.values()]))

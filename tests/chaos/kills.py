@@ -1,4 +1,4 @@
-"""Kills servers at random moments under load, and looks at what they left behind."""
+"""Kills servers at random moments under load, and checks the directories that they leave."""
 
 import contextlib
 import os

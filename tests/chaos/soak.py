@@ -30,7 +30,7 @@ from tests.chaos.talk import PATIENCE_S, Message, ask
 NUM_AGENTS = 8
 NUM_SETTLING = 5 * NUM_AGENTS  # replies before figures count
 DISK_BUDGET_MB = 256  # of which the ledger takes a part
-# What nobody reaches any more goes after a minute instead of a week, so that the figures settle.
+# Orphans are deleted after a minute instead of a week, so that the figures settle.
 SETTINGS = {**PATIENT_SETTINGS, "upkeep_interval_s": 1, "orphan_ttl_h": 1 / 60}
 OPTIONS = ("--disk-budget-mb", str(DISK_BUDGET_MB), "--memory-budget-mb", "2")
 WORDS = [

@@ -151,7 +151,7 @@ class Load:
                     return
                 except _FAILURES:
                     return
-                except Exception as error:  # noqa: BLE001 - told by whoever reads the refusals
+                except Exception as error:  # noqa: BLE001 - the reader of the refusals reports it
                     self.refusals.append(f"the reply makes no sense: {error!r}")
                     return
 

@@ -53,7 +53,8 @@ class Node:
             self._command += ["--head", f"--port={GCS_PORT}", "--include-dashboard=false"]
         else:
             self._command += [f"--address=127.0.0.1:{GCS_PORT}"]
-        # Ports that are known need no waiting for who takes them, which a busy machine fails.
+        # With fixed ports, Ray does not wait for its processes to report theirs, which can time
+        # out on a busy machine.
         agents = ("metrics-export", "dashboard-agent-listen", "runtime-env-agent")
         ports = enumerate((*agents, "dashboard-agent-grpc"), 20000 + 10 * number)
         self._command += [f"--{name}-port={port}" for port, name in ports]
@@ -201,12 +202,12 @@ def running_fleet(directory: Path, num_nodes: int, settings: dict[str, Any]) -> 
 
 
 def named(number: int) -> dict[str, str]:
-    """Headers of somebody: a router by agent sends each elsewhere."""
+    """Headers of a new agent: a router by agent sends each to another server."""
     return {"x-session-affinity": f"somebody-{number}"}
 
 
 def answering(url: str) -> set[int]:
-    """The processes that answer who asks many times, each time as somebody else."""
+    """The processes that answer many requests, each of another agent."""
     with contextlib.suppress(httpx.HTTPError), httpx.Client(trust_env=False, timeout=20) as http:
         replies = (http.get(f"{url}/health/live", headers=named(i)) for i in range(30))
         return {served_by(reply) for reply in replies if reply.status_code == 200}
@@ -423,7 +424,7 @@ class TalkingAgents:
         assert asked == set(self._fleet.replicas())
 
     def _check_one(self, http: httpx.Client, headers: dict[str, str]) -> int:
-        """Ask somebody for all heads, and for what was said in the last turns."""
+        """Ask any server for all heads and for the text of the last turns."""
         listed = http.get("/v1/agents?limit=100", headers=headers)
         heads = {agent["id"]: agent["head"] for agent in listed.json()["data"]}
         for last in (one.turns[-1].turn for one in self.talkers if one.turns):

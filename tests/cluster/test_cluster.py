@@ -121,7 +121,7 @@ def test_streams_end_before_the_cluster_stops(fleet: RayFleet, tmp_path: Path) -
     with TalkingAgents(fleet, "last", 6, 2 * LONG) as talk:
         talk.await_turns(6)
         talk.let_end()
-        time.sleep(1)  # who was about to say something has said it
+        time.sleep(1)  # requests in flight have ended
         talk.await_stream()
         fleet.driver.send_signal(signal.SIGINT)
         assert eventually(lambda: "stopping:" in fleet.said, 10)

@@ -1,4 +1,4 @@
-"""The backends under contract, and what each of them says of a prompt fresh and alone."""
+"""The backends under contract, and the reply of each to a prompt computed fresh and alone."""
 
 import importlib.util
 import itertools

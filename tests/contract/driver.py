@@ -1,4 +1,4 @@
-"""Drives a backend step by step, the way an engine does, and keeps what it answers."""
+"""Drives a backend step by step, as an engine does, and keeps its answers."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What our CUDA kernels compute, by plain operations, for machines that cannot run them."""
+"""The custom CUDA kernels as plain operations, for machines that cannot run them."""
 
 import ctypes
 from collections import Counter

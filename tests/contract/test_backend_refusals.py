@@ -1,4 +1,4 @@
-"""What a backend refuses harms neither the sequence it was asked of nor its neighbours."""
+"""A refused call changes neither its own sequence nor the others in the batch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

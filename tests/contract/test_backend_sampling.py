@@ -1,4 +1,4 @@
-"""How a backend draws depends on the sequence's own tokens and parameters, and on nothing else."""
+"""Sampling depends on the sequence's own tokens and parameters, and on nothing else."""
 
 import math
 from dataclasses import replace
@@ -144,7 +144,7 @@ def test_a_mask_is_of_its_own_row(backend: ModelBackendPort, alone: Alone) -> No
     assert [sampled(row).token for row in rows] == [4, alone(prompt(9))[0]]
 
 
-# -- guesses --------------------------------------------------------------------------------------
+# -- drafts ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_mask_is_of_its_own_row(backend: ModelBackendPort, alone: Alone) -> No
 def test_no_draft_changes_a_reply(
     shared_backend: ModelBackendPort, alone: Alone, params: SamplingParams
 ) -> None:
-    """Right guesses, wrong ones and none, side by side and beside a row that has none."""
+    """Right drafts, wrong ones and none, in one batch."""
     backend = shared_backend
     if not backend.traits.max_draft:
         pytest.skip("its layers cannot be cut back")

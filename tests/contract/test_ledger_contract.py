@@ -1,4 +1,4 @@
-"""What every ledger keeps to, whether one process has it or several share it."""
+"""The contract of every ledger, whether one process owns it or several share it."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Agent memory on every backend: whatever was kept and wherever, a reply is that of alone.
+"""Agent memory on every backend: wherever state was kept, a reply equals the one computed alone.
 
 Each test also shows that state was reused: an engine that computes everything anew would be right
 too.

@@ -1,4 +1,4 @@
-"""What holds for the MLX backend alone: it computes what Hugging Face computes, or refuses."""
+"""The MLX backend alone: it computes the logits of Hugging Face, or refuses the model."""
 
 import json
 import shutil
@@ -98,7 +98,7 @@ def test_families_that_differ_in_arithmetic_alone(mlx_model: GetModel, family: s
 def test_a_step_ahead_gives_the_same_tokens(
     llama: ModelBackendPort, params: SamplingParams
 ) -> None:
-    """The next step is launched with a token nobody has seen yet."""
+    """The next step is launched with a token that was not collected yet."""
     straight = begin(llama, 0, prompt(11), params)
     expected = straight.finish(8)
     run, other = begin(llama, 1, prompt(11), params), begin(llama, 2, prompt(30, seed=1))

@@ -1,4 +1,4 @@
-"""Quantised files on MLX: read as they are, and on a GPU kept so."""
+"""Quantised files on MLX: read without conversion, and kept quantised on a GPU."""
 
 import json
 from pathlib import Path

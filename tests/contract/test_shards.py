@@ -1,4 +1,4 @@
-"""Models in two processes that add up what their shares compute: the same text as in one."""
+"""Models sharded over two processes give the same text as in one."""
 
 import itertools
 import os
@@ -66,6 +66,7 @@ def test_two_processes_reply_as_one_until_one_is_killed(
     check_kill(both[1])
 
 
+@pytest.mark.slow
 def test_all_ranks_take_the_dtype_that_was_chosen_before(tiny_model: GetModel) -> None:
     model = tiny_model("llama")
     settings = load_settings({"shards": 2, "dtype": "auto", "threads": 1})
@@ -129,7 +130,7 @@ def check_kill(divided: ShardedBackend) -> None:
 
 
 class _Doubter(FakeBackend):
-    """Looks at one guess and no more."""
+    """Verifies one draft token and no more."""
 
     def launch(self, step: Step) -> Ticket:
         chunks = (replace(chunk, draft=chunk.draft[:1]) for chunk in step.chunks)
@@ -166,6 +167,7 @@ def test_what_cannot_be_divided_is_refused(tiny_model: GetModel) -> None:
         share_of(spec, 5)
 
 
+@pytest.mark.slow
 def test_a_share_that_cannot_be_loaded_gives_the_reason(tiny_model: GetModel) -> None:
     model = tiny_model("gpt-oss")
     with pytest.raises(InvalidRequestError, match="cannot shard gpt_oss: transformers"):

@@ -1,4 +1,4 @@
-"""What holds for the torch backend alone: it computes what the library computes, or refuses."""
+"""The torch backend alone: it computes the logits of the library, or refuses the model."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Our modules for a CPU against the library's own: as fast ones compute, and how others round."""
+"""Modules for CPUs compared with the library's: the same results, and less rounding."""
 
 from pathlib import Path
 from typing import Any, get_args

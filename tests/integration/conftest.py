@@ -5,6 +5,7 @@ A module changes the server's settings with `SETTINGS`, or brings a `running` of
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -13,6 +14,7 @@ import openai
 import pytest
 import requests
 
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from tests.http_server import RunningServer, make_settings, run_server
 
 
@@ -53,6 +55,12 @@ def openai_client(running: RunningServer) -> Iterator[openai.OpenAI]:
 def anthropic_client(running: RunningServer) -> Iterator[anthropic.Anthropic]:
     with sdk_client(anthropic.Anthropic, running) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer(starter_model_dir: Path) -> HFTokenizer:
+    """The starter model's tokenizer."""
+    return HFTokenizer(starter_model_dir)
 
 
 @pytest.fixture(scope="module")

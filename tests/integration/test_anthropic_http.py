@@ -127,7 +127,7 @@ def test_unknown_paths_and_bodies_too(running: RunningServer) -> None:
             "/v1/messages", content="{", headers={"content-type": "application/json"}
         )
         assert garbled.json()["error"]["type"] == INVALID
-        # Everyone else sees OpenAI's shape, unless they say who they are.
+        # Other clients get OpenAI's format, unless a header names Anthropic's.
         assert "type" not in http.get("/v1/nowhere").json()
         version = {"anthropic-version": "2023-06-01"}
         assert http.get("/v1/nowhere", headers=version).json()["type"] == "error"

@@ -1,4 +1,4 @@
-"""What a server makes of a directory that was damaged, is full, or is too small: a right answer."""
+"""Servers answer correctly on cache directories that are damaged, full or too small."""
 
 import contextlib
 import json
@@ -129,7 +129,7 @@ def test_a_bad_file_that_is_read_or_verified_goes_to_quarantine_until_gc(
         talk(running, said, QUESTIONS[2])
 
 
-# -- directories of somebody else --------------------------------------------------------------
+# -- directories of other users ----------------------------------------------------------------
 
 
 def test_a_start_in_another_users_directory_touches_nothing(

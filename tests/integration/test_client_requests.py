@@ -1,4 +1,4 @@
-"""What clients made for other servers send, over a socket, on the fake backend."""
+"""Requests of clients written for other servers, over a socket, on the fake backend."""
 
 import json
 from pathlib import Path

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 SETTINGS = {"default_max_tokens": 20}
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-ENDLESS = 100_000  # tokens that nobody waits for
+ENDLESS = 100_000  # tokens; the tests do not wait for the end
 
 
 @pytest.fixture

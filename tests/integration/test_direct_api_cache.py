@@ -1,4 +1,4 @@
-"""What the agent API does with the KV cache: tiers, the cache's figures, events and files."""
+"""The KV cache in the agent API: tiers, figures, events and files."""
 
 import json
 import queue

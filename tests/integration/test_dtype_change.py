@@ -1,4 +1,4 @@
-"""One home, started again in another number format: what is kept, and what is said of the rest."""
+"""A home that is started again in another number format: what is kept, and what is reported."""
 
 import json
 from pathlib import Path

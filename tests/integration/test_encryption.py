@@ -1,4 +1,4 @@
-"""A cache that is encrypted at rest: its files tell nothing of what was said, and it comes back."""
+"""A cache encrypted at rest: its files contain no text of conversations, and it is restored."""
 
 import os
 import shutil

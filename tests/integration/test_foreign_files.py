@@ -1,4 +1,4 @@
-"""Files of agents that strangers wrote: what they may change, and what they may not."""
+"""Exported agents of untrusted origin: what an import takes over, and what it does not."""
 
 import contextlib
 import gzip

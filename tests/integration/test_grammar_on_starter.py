@@ -47,11 +47,6 @@ class MarkedTokenizer(HFTokenizer):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(starter_model_dir: Path) -> HFTokenizer:
-    return HFTokenizer(starter_model_dir)
-
-
-@pytest.fixture(scope="module")
 def grammar(tokenizer: HFTokenizer) -> LLGuidanceGrammar:
     return LLGuidanceGrammar(tokenizer)
 

@@ -1,4 +1,4 @@
-"""The documents' examples are run as they stand, by the fake model, one page after the other.
+"""Runs the documents' examples unchanged on the fake model, one page after the other.
 
 A fence called `bash` or `python` is run, unless its title says what it needs and tests have not:
 `title="needs Docker"`. Others hold data.
@@ -41,6 +41,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.url
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page)])
 def test_examples_can_be_followed(page: str, url: str, tmp_path: Path) -> None:
     for agent in httpx.get(f"{url}/v1/agents", trust_env=False).json()["data"]:

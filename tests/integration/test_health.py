@@ -1,4 +1,4 @@
-"""Each state that a server can be in, and what its probes say of it."""
+"""Every state of a server, and what its health probes report."""
 
 import contextlib
 import threading

@@ -33,11 +33,6 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer(starter_model_dir: Path) -> HFTokenizer:
-    return HFTokenizer(starter_model_dir)
-
-
-@pytest.fixture(scope="module")
 def reference(starter_model_dir: Path) -> Tokenizer:
     return Tokenizer.from_file(str(starter_model_dir / "tokenizer.json"))
 

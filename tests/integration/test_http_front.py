@@ -1,4 +1,4 @@
-"""What stands before every endpoint: browsers and their pages, short paths, HEAD, packed bodies."""
+"""In front of every endpoint: browser origins, short paths, HEAD, compressed bodies."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Every metric is moved by what it measures, and says what `/v1/cache` and the feed say."""
+"""Every metric changes with what it measures, and agrees with `/v1/cache` and the event feed."""
 
 import contextlib
 import json

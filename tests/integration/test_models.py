@@ -1,4 +1,4 @@
-"""Where models are found, which there are, and how those that are not here are fetched."""
+"""How models are found, listed and fetched."""
 
 import http.server
 import json

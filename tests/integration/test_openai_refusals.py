@@ -1,4 +1,4 @@
-"""What OpenAI's protocols refuse, by the name of the field and before anything is computed."""
+"""OpenAI's protocols refuse a request by the name of the field, before they compute anything."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""All protocols on the starter model, with a template that opens thinking: what was computed stays.
+"""All protocols on the starter model, with a template that opens thinking: prefixes are reused.
 
 The model is small, and held to what is asked for; tiers change no word.
 """

@@ -1,4 +1,4 @@
-"""What attackers try at the edge, against a server with keys and one that is local.
+"""Attacks on the HTTP edge of a server with keys and of a local one.
 
 Elsewhere: silent and slow connections (`tests/smoke/test_connections.py`, `tests/attack`);
 tenants (`test_tenants.py`); foreign pages, packed bombs (`test_http_front.py`); names of hosts

@@ -266,7 +266,7 @@ def test_an_object_that_is_gone_or_bad_is_a_miss_and_is_written_again(
     two.store.tiers.release(held)
     assert two.store.plan(ROOT, tokens).end == 0
     assert index.revive(part.key) is False
-    # When the collector has come by, whoever computed it brings it again.
+    # After the collector ran, the server that computed it writes it again.
     index.forget(grace_s=0)
     two.seal(tokens)
     await_that(lambda: index.revive(part.key))
@@ -300,7 +300,7 @@ def test_a_writer_that_dies_between_upload_and_row_leaves_nothing_wrong(
     assert next(steps)
     assert next(steps)
     del steps
-    assert SharedParts(ledger).follow(ROOT, part.tokens) == []  # nobody is told of it
+    assert SharedParts(ledger).follow(ROOT, part.tokens) == []  # it is not offered
     assert tier.publish(part)
     assert SharedParts(ledger).follow(ROOT, part.tokens)
 
@@ -334,7 +334,7 @@ def test_what_an_agent_reaches_stays_and_the_rest_goes_after_a_grace(
         assert tier.collect(unused_s=3600) == 0  # another collects
     assert tier.collect(unused_s=3600) == lost.nbytes
     assert index.revive(kept.key) is True
-    assert index.revive(lost.key) is False  # nobody may bring it back yet
+    assert index.revive(lost.key) is False  # it cannot be revived yet
     age(ledger)
     tier.collect(unused_s=3600)
     assert index.revive(lost.key) is None
@@ -392,7 +392,7 @@ def _say(http: httpx.Client, agent: str, text: str) -> dict[str, Any]:
     return dict(reply.json())
 
 
-# Each step names who goes on: two writers, the collector, time, or one of them that dies.
+# Each step names what runs next: a writer, the collector, time, or a crash of one of them.
 _STEPS = st.lists(st.sampled_from(["one", "two", "collect", "age", "kill"]), max_size=24)
 
 

@@ -51,11 +51,6 @@ def make_backend(directory: Path, options: TorchOptions) -> TorchBackend:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(starter_model_dir: Path) -> HFTokenizer:
-    return HFTokenizer(starter_model_dir)
-
-
-@pytest.fixture(scope="module")
 def library(starter_model_dir: Path, backend: TorchBackend) -> Any:
     assert backend.traits.compute is not None
     dtype = getattr(torch, backend.traits.compute.dtype)
@@ -122,6 +117,7 @@ def test_logits_are_the_librarys_within_its_rounding(
         assert logprob == pytest.approx(float(expected[last, token]), abs=tolerance)
 
 
+@pytest.mark.slow
 @needs_bfloat16
 def test_log_probabilities_are_closer_to_float32_than_the_librarys(
     tokenizer: HFTokenizer, starter_model_dir: Path
@@ -188,6 +184,7 @@ def test_quantised_weights_give_nearly_the_probabilities_of_full_ones(
 # -- on MLX ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_same_text_on_mlx_as_on_torch_in_float32(
     starter_model_dir: Path, tokenizer: HFTokenizer
 ) -> None:

@@ -1,4 +1,4 @@
-"""Two tenants of one server, who share nothing and cannot tell that the other is there."""
+"""Two tenants of one server share nothing, and cannot detect each other."""
 
 import contextlib
 import json

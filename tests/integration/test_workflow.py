@@ -1,4 +1,4 @@
-"""The workflow benchmark against servers on the fake backend: what is kept, and what is not."""
+"""The workflow benchmark against servers on the fake backend."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def make_talk(name: str, home: Path, *, is_salted: bool = False) -> Talk:
     @contextlib.contextmanager
     def start(place: Path) -> Iterator[str]:
         with run_server(make_settings(place, max_idle=0, model_aliases=["any"])) as running:
-            # What is still to be read when somebody asks may be computed instead.
+            # State that is not loaded yet when a request arrives may be computed instead.
             cache = running.server.memory.cache
             cache.upkeep.warm_up()
             await_that(lambda: not cache.store.tiers.reading_bytes)

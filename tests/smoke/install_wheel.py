@@ -1,4 +1,4 @@
-"""What a user does who has no checkout: `pipx install semantic-server[torch]`, `semantic serve`.
+"""Installs and serves as a user without a checkout: `pipx install semantic-server[torch]`.
 
 Builds this machine's wheel, installs it by pipx into an empty home where no C compiler is on the
 path, serves the starter model from there with the library inside the wheel, and asks README's
@@ -107,7 +107,7 @@ def run(*command: str | Path, env: dict[str, str]) -> None:
 
 
 def say(text: str) -> None:
-    """Tell whoever waits."""
+    """Print progress."""
     sys.stdout.write(f"==> {text}\n")
     sys.stdout.flush()
 

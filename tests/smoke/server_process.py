@@ -73,7 +73,7 @@ class ServerProcess:
 
             def is_ready() -> bool:
                 assert self.process.poll() is None, self.output
-                with contextlib.suppress(httpx.TransportError):  # it may cut who is slow to ask
+                with contextlib.suppress(httpx.TransportError):  # it may close slow connections
                     return http.get("/health/ready").status_code == 200
                 return False
 

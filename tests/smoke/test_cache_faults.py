@@ -1,4 +1,4 @@
-"""A cache directory that is in use, and what servers leave there that end in a hurry."""
+"""A cache directory that is in use, and the files of servers that were stopped abruptly."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Clients that take connections and keep them: a real server process goes on for the others."""
+"""Clients that hold connections open: a server process keeps serving the others."""
 
 import contextlib
 import socket

@@ -57,6 +57,7 @@ def turns(http: httpx.Client, agent: str) -> list[str]:
     return [turn["id"] for turn in listed]
 
 
+@pytest.mark.slow
 def test_servers_continue_each_others_agents(site: Site, database_url: str) -> None:
     first, one = site.start("one")
     assert one.post("/v1/agents", json={"id": "coder"}).status_code == 201

@@ -1,4 +1,4 @@
-"""The rules of the source tree, read off its syntax: who may import whom, and how big things get.
+"""The rules of the source tree, read from its syntax: allowed imports, and limits of size.
 
     domain <- ports <- application <- adapters <- entrypoints
 

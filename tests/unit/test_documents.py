@@ -1,4 +1,4 @@
-"""Pages and package docstrings name files that are there, and packages name all of theirs."""
+"""Pages and package docstrings name existing files, and packages name all of their modules."""
 
 import ast
 import re

@@ -52,7 +52,7 @@ def test_names_are_equal_if_and_only_if_inputs_are(one: NameInputs, other: NameI
 
 
 def test_a_length_inside_a_field_does_not_imitate_two_fields() -> None:
-    # To whoever skips the first length, this reads like the fields `a` and `b`.
+    # A reader that skips the first length sees the fields `a` and `b`.
     forged = "a" + (1).to_bytes(8, "little").decode() + "b"
 
     assert BlockNamespace(forged, "").root() != BlockNamespace("a", "b").root()

@@ -1,4 +1,4 @@
-"""What keeps agents, put together over a real directory."""
+"""The parts that store agents, wired over a real directory."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Memory goes back to the system, although what is kept lies between what was freed."""
+"""Freed memory returns to the system, although kept memory lies in between."""
 
 import gc
 import os

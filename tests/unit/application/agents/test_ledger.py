@@ -1,4 +1,4 @@
-"""Agents and their turns: what a commit continues, and who may have how much."""
+"""Agents and their turns: what a commit continues, and storage quotas."""
 
 import contextlib
 import threading

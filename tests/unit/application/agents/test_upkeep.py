@@ -1,4 +1,4 @@
-"""What is done beside serving: tiers, garbage, verification, warm starts and old boundaries."""
+"""Background work: tiers, garbage collection, verification, warm starts and old boundaries."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Which files go, by the index alone; what then happens to them is in `test_writer`."""
+"""Which files are evicted, by the index alone; `test_writer` tests the eviction itself."""
 
 from collections.abc import Iterable
 from dataclasses import replace

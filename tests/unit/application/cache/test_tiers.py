@@ -1,4 +1,4 @@
-"""What is read ahead lies within the memory budget, and nobody waits for ever for room in it."""
+"""Prefetched parts stay within the memory budget, and no request waits for room for ever."""
 
 import random
 import weakref
@@ -447,7 +447,7 @@ def test_a_part_that_cannot_be_kept_fails_for_all_waiters(start: Start) -> None:
     held = bench.store.tiers.acquire(wanted)
     assert held is not None
     _, future = bench.disk.pending.pop()
-    future.set_result(None)  # type: ignore[arg-type] # a defect of whoever reads
+    future.set_result(None)  # type: ignore[arg-type] # a defect of the reader
     assert held.future.exception(0) is not None
     bench.store.tiers.release(held)
     assert bench.store.usage().used == 0

@@ -1,4 +1,4 @@
-"""The disk behind the pool: what is written, what waits, what goes, and that no row is lost."""
+"""The disk tier: writes, queueing and eviction; no row is lost."""
 
 import threading
 from dataclasses import replace

@@ -213,7 +213,7 @@ def test_a_hung_device_is_noticed_answered_for_and_forgiven() -> None:
             made.submit("late")
         made.backend.gate.set()
         made.await_state(ModelState.READY)
-        assert eventually(lambda: made.backend.num_open == 0)  # who was failed does not run on
+        assert eventually(lambda: made.backend.num_open == 0)  # a failed request does not run on
         made.submit("after")
         assert made.reason("after") is FinishReason.MAX_TOKENS
         assert made.thread.num_live == 0

@@ -1,4 +1,4 @@
-"""Steps, rows and loads that fail: who is harmed, and what is kept."""
+"""Steps, rows and loads that fail: which requests fail, and what is kept."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Room for sequences: who is admitted, how they grow, what giving way costs, who stays open."""
+"""Room for sequences: admission, growth, preemption, and which sequences stay open."""
 
 from typing import Literal
 

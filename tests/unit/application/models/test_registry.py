@@ -1,4 +1,4 @@
-"""What is said of models, and who may pass, at each moment of a swap."""
+"""The reported state of models, and which requests are admitted, during a swap."""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The day an agent believes it is."""
+"""The date that a conversation shows its model."""
 
 from datetime import date, timedelta
 

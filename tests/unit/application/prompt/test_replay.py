@@ -158,7 +158,7 @@ KEY, OTHER = ReplayKey(b"prompt", b"reply"), ReplayKey(b"prompt", b"other")
 
 
 class Shelf:
-    """A ledger, and who reads it at some time."""
+    """A ledger, and a reader at a given time."""
 
     def __init__(self) -> None:
         self.ledger = SqliteLedger.in_memory()

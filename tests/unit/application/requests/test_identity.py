@@ -1,4 +1,4 @@
-"""Whose turn it is: named, hinted at, known by content, or nobody's yet."""
+"""Which agent a request belongs to: by name, by hint, by content, or a new one."""
 
 import contextlib
 import hashlib
@@ -32,7 +32,7 @@ class Town:
         self.busy: set[str] = set()
 
     def who(self, tokens: list[int], hint: AgentHint | None = None, head: int = 3) -> Identity:
-        """Whose turn it is while those who are busy are; the request is over at once."""
+        """The identified agent while `busy` agents run; the request ends at once."""
         with contextlib.ExitStack() as ended:
             for agent_id in self.busy:
                 other = self.requests.claim("local")
@@ -185,7 +185,7 @@ def test_an_unidentified_request_is_a_new_agent_each_time(town: Town) -> None:
     assert len(names(town.who([*HEAD, 10]) for _ in range(3))) == 3
 
 
-# -- who is busy --------------------------------------------------------------------------------
+# -- busy agents --------------------------------------------------------------------------------
 
 
 def test_a_queued_turn_of_a_busy_agent_keeps_the_agent() -> None:

@@ -1,4 +1,4 @@
-"""What another tenant has said cannot be told from what nobody said: both take the same work.
+"""Another tenant's text cannot be detected: it takes the same work as new text.
 
 Times are not asserted: what takes time is counted, on the device and in the tokenizer.
 `benchmarks/bench_tenant_timing.py` measures them.

@@ -1,4 +1,4 @@
-"""Rates over a clock that stands still unless it is moved."""
+"""Rate limits, on a clock that the tests move."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What a reply is told as when its turn was not logged."""
+"""The reply of a turn that was not logged."""
 
 from collections.abc import Sequence
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""Anthropic's requests in our terms."""
+"""Translation of Anthropic's requests to the domain's."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What stands around the app, over apps that misbehave; the HTTP server hears nothing of it."""
+"""The middleware around apps that misbehave: the HTTP server never sees their errors."""
 
 import asyncio
 import gzip

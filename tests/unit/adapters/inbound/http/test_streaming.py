@@ -1,4 +1,4 @@
-"""Replies read as one, signs of life while a client waits, and an end to work when it leaves."""
+"""Merged replies, heartbeats while a client waits, and cancellation when it leaves."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints over replies that are known beforehand."""
+"""OpenAI's endpoints over canned replies."""
 
 import asyncio
 from collections.abc import Sequence

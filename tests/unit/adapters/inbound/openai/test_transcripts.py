@@ -1,4 +1,4 @@
-"""What OpenAI's clients are sent, byte for byte; `REGENERATE=1` writes the transcripts anew."""
+"""The bytes that OpenAI's clients receive; `REGENERATE=1` writes the transcripts anew."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Which directories become a cache and which are refused untouched, and who holds one."""
+"""Which directories become a cache, which are refused unchanged, and which process holds one."""
 
 import fcntl
 import json

@@ -1,4 +1,4 @@
-"""What is never touched below `blocks`, what goes to quarantine, and what leaves it."""
+"""Files below `blocks`: those never touched, those moved to quarantine, those deleted from it."""
 
 import logging
 import os
@@ -79,7 +79,7 @@ def test_what_is_not_named_like_a_block_is_left_alone(
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
-    """A directory of somebody else, with names like ours at every level."""
+    """A directory of another program, with names like the cache's at every level."""
     for name in (f"{SHARD}/ab/{BLOCK}", f"ab/{BLOCK}", BLOCK):
         path = tmp_path / "elsewhere" / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Grammars in processes of their own, which come to an end."""
+"""Grammars tried in worker processes, which always end."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Chat templates: what a stranger's Jinja may do, and what becomes of its mistakes."""
+"""Chat templates: what untrusted Jinja may do, and how its errors are reported."""
 
 from concurrent.futures import ThreadPoolExecutor
 

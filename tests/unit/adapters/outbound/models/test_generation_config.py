@@ -1,4 +1,4 @@
-"""How a model's directory says that it wants to be sampled."""
+"""Sampling defaults from a model's directory."""
 
 import json
 import logging

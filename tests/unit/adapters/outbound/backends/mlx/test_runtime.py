@@ -1,4 +1,4 @@
-"""What is decided about MLX before it is imported."""
+"""Settings of MLX that are chosen before it is imported."""
 
 import importlib.util
 import os
