@@ -14,14 +14,8 @@ from semantic.adapters.config.settings import Settings
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import ComputeHint, ModelCacheSpec
 from semantic.ports.backend import ModelBackendPort
-from semantic.ports.storage import (
-    AgentLeasesPort,
-    AgentTablePort,
-    BlockFilesPort,
-    LedgerPort,
-    SharedBlocksPort,
-    WriteChanges,
-)
+from semantic.ports.sharing import AgentLeasesPort, AgentTablePort, SharedBlocksPort
+from semantic.ports.storage import BlockFilesPort, LedgerPort, WriteChanges
 
 _PACKAGE = "semantic.cluster.entrypoints"
 

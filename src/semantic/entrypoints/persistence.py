@@ -42,7 +42,8 @@ from semantic.domain.errors import (
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import ModelCacheSpec
 from semantic.entrypoints.cluster_loader import open_shared_store
-from semantic.ports.storage import LedgerPort, LedgerState, SharedBlocksPort, WriteChanges
+from semantic.ports.sharing import SharedBlocksPort
+from semantic.ports.storage import LedgerPort, LedgerState, WriteChanges
 from semantic.ports.telemetry import TelemetryPort
 
 _DRAFT_SHARE = 64  # a budget below this many times the draft memory does not reserve it

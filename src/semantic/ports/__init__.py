@@ -6,6 +6,7 @@ conversations `StatefulInferencePort`), models, and the values that the services
 `text.py` converts a conversation to tokens, and constrains the tokens of a reply to a grammar.
 `backend.py` finds models, computes steps of sequences, and exports and imports their KV cache as
 `KVPayload`. `storage.py` stores payloads in files (`BlockFilesPort`), agents and turns in a ledger
-(`LedgerPort`), and one agent as a file (`AgentFilePort`). `telemetry.py` receives counters,
-durations, and the timeline of each request.
+(`LedgerPort`), and one agent as a file (`AgentFilePort`). `sharing.py` has the interfaces where
+servers that share agents differ from a single one. `telemetry.py` receives counters, durations, and
+the timeline of each request.
 """

@@ -22,9 +22,8 @@ from semantic.domain.agents import (
 )
 from semantic.domain.chat import Continuation, Message
 from semantic.domain.errors import AgentNotFoundError, ConflictError, QuotaExceededError
+from semantic.ports.sharing import AgentLeasesPort, AgentTablePort
 from semantic.ports.storage import (
-    AgentLeasesPort,
-    AgentTablePort,
     DropAgent,
     LedgerChange,
     LedgerPort,

@@ -23,14 +23,8 @@ from semantic.domain.agents import Agent, Pointer
 from semantic.domain.blocks import TOKEN_BYTES, BlockName, BlockPart, pack_tokens
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
 from semantic.ports.inbound import CheckProgress, StateView
-from semantic.ports.storage import (
-    BlockFilesPort,
-    LedgerPort,
-    MarkIndexWhole,
-    PutPart,
-    SharedBlocksPort,
-    TouchParts,
-)
+from semantic.ports.sharing import SharedBlocksPort
+from semantic.ports.storage import BlockFilesPort, LedgerPort, MarkIndexWhole, PutPart, TouchParts
 
 _log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from semantic.domain.errors import PoolExhaustedError
 from semantic.domain.pool import BlockPool, PoolUsage
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import KVPayload
-from semantic.ports.storage import SharedBlocksPort
+from semantic.ports.sharing import SharedBlocksPort
 from semantic.ports.telemetry import CacheCounts, EvictionReason, NoTelemetry, TelemetryPort
 
 _RECENT_S = 1.0  # precision of `last_used` for the blocks of a running sequence

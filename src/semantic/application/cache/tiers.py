@@ -29,7 +29,7 @@ from semantic.domain.errors import (
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload
-from semantic.ports.storage import SharedBlocksPort
+from semantic.ports.sharing import SharedBlocksPort
 from semantic.ports.telemetry import CacheCounts, EvictionReason
 
 _log = logging.getLogger(__name__)

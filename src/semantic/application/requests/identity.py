@@ -18,7 +18,7 @@ from semantic.domain.agents import Agent, Turn, check_agent_id
 from semantic.domain.blocks import TOKEN_BYTES, pack_tokens, unpack_tokens
 from semantic.domain.chat import AgentHint
 from semantic.domain.errors import AgentNotFoundError, CachePersistenceError, InvalidRequestError
-from semantic.ports.storage import AgentLeasesPort, Lease
+from semantic.ports.sharing import AgentLeasesPort, Lease
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 0.3  # a request that just ended on another server may not have released its agent yet

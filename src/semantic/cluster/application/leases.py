@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from semantic.cluster.ports import LeaseStorePort
 from semantic.domain.errors import CachePersistenceError, GenerationTimeoutError
-from semantic.ports.storage import Lease
+from semantic.ports.sharing import Lease
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.05
