@@ -153,7 +153,7 @@ def test_the_version_may_be_left_out_of_paths(http: httpx.Client) -> None:
     assert http.get(f"/responses/{answer.json()['id']}").json()["object"] == "response"
     assert http.post("/messages", json=CHAT).json()["type"] == "message"
     assert http.post("/messages", json={}).json()["type"] == "error"
-    assert "not served" in http.post("/moderations", json={}).json()["error"]["message"]
+    assert "not supported" in http.post("/moderations", json={}).json()["error"]["message"]
     assert http.get("/nowhere").status_code == 404
 
 

@@ -130,7 +130,7 @@ class Renderer:
         try:
             text = self._write(conversation)
         except InvalidRequestError as error:
-            error.param = _spoilt_field(request) or error.param
+            error.param = _invalid_field(request) or error.param
             raise
         # Caches are separate per tenant: a shared one would leak prompts through timing.
         root = replays.root if replays else b""
@@ -255,32 +255,32 @@ class Renderer:
         Returns False, and changes nothing, if the text does not match the tokens.
         """
         ends = self.tokenizer.eos_ids
-        said = tokens[:-1] if tokens[-1] in ends else tokens
+        content = tokens[:-1] if tokens[-1] in ends else tokens
         written = walk.find_special(ends, start, limit)
         before = walk.ahead(start)
         if written is not None and written.token == tokens[-1]:
             walk.replace(written.end, (*before, *tokens))
             return True
         if written is not None:
-            walk.replace(written.start, (*before, *said))
+            walk.replace(written.start, (*before, *content))
             return True
-        text = self._special.guard(self._decoded(said))
+        text = self._special.guard(self._decoded(content))
         if not walk.starts_with(text, start):
             return False
-        walk.replace(start + len(text), (*before, *said))
+        walk.replace(start + len(text), (*before, *content))
         return True
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         return b"".join(map(self.tokenizer.token_bytes, tokens)).decode(errors="replace")
 
 
-def _spoilt_field(request: ChatRequest) -> str:
+def _invalid_field(request: ChatRequest) -> str:
     """Return the field that is not valid JSON (e.g. a lone surrogate); empty if not found."""
     for tool in request.tools:
         if json_fault([tool.name, tool.description, tool.parameters]):
             return "tools"
-    spoilt = (i for i, message in enumerate(request.messages) if json_fault(message.text))
-    return next((f"messages[{index}]" for index in spoilt), "")
+    invalid = (i for i, message in enumerate(request.messages) if json_fault(message.text))
+    return next((f"messages[{index}]" for index in invalid), "")
 
 
 def _head_digest(conversation: TemplateInput, root: bytes) -> "hashlib._Hash":
@@ -351,5 +351,5 @@ def _beginning(request: ChatRequest) -> list[Message]:
 
 
 def _key(tag: bytes, root: bytes, what: JsonValue) -> ReplayKey:
-    said = hashlib.sha256(tag + canonical_json(what).encode()).digest()
-    return ReplayKey(hashlib.sha256(tag + root).digest(), said)
+    message = hashlib.sha256(tag + canonical_json(what).encode()).digest()
+    return ReplayKey(hashlib.sha256(tag + root).digest(), message)

@@ -204,8 +204,8 @@ def keys_to_remember(prompt: bytes, reply: Message) -> tuple[ReplayKey, ...]:
     thinking = _thinking_of(reply)
     forms: list[JsonValue] = [None] if thinking is None else [thinking, _DROPPED]
     return tuple(
-        ReplayKey(prompt, _message_digest(told, form))
-        for told in _forms_of_cut_calls(reply)
+        ReplayKey(prompt, _message_digest(sent, form))
+        for sent in _forms_of_cut_calls(reply)
         for form in forms
     )
 

@@ -238,7 +238,7 @@ class PastConversations:
     def __init__(self, agents: AgentLedger) -> None:
         self._agents = agents
         self._backend: Callable[[], ModelBackendPort | None] = lambda: None  # a weak reference
-        self._told: set[BlockName] = set()
+        self._returned: set[BlockName] = set()
 
     def of(self, tenant: str, root: BlockName, model: LoadedModel) -> tuple[tuple[int, ...], ...]:
         """Return the latest conversations of a tenant's agents with a model, oldest first.
@@ -246,10 +246,10 @@ class PastConversations:
         Empty on later calls for the same root, and for a backend that accepts no draft tokens.
         """
         if model.backend is not self._backend():
-            self._backend, self._told = weakref.ref(model.backend), set()
-        if root in self._told or not model.backend.traits.max_draft:
+            self._backend, self._returned = weakref.ref(model.backend), set()
+        if root in self._returned or not model.backend.traits.max_draft:
             return ()
-        self._told.add(root)
+        self._returned.add(root)
         log, found = self._agents.log, []
         for agent in self._agents.agents(tenant)[: self._MAX_AGENTS]:
             place = log.place(tenant, agent.head) if agent.head else None

@@ -265,11 +265,13 @@ class InferenceService:
         job, left, tenant = prepared.job, finished.state, prepared.principal.tenant
         self._remember(prepared, finished)
         block, request = left.block, prepared.request
-        said = () if request.raw_prompt else (*request.without_beginning.messages, finished.message)
+        messages = (
+            () if request.raw_prompt else (*request.without_beginning.messages, finished.message)
+        )
         record = FinishedTurn(
             prompt=job.tokens,
             reply=left.tokens,
-            messages=said,
+            messages=messages,
             pointer=None if block is None else Pointer(job.root, block, left.num_sealed),
             usage=finished.event.usage,
             reuse=left.reuse,

@@ -36,10 +36,10 @@ class Conversation:
     continuation: Continuation
 
     @classmethod
-    def of(cls, agent: Agent, said: Sequence[Message]) -> "Conversation":
+    def of(cls, agent: Agent, logged: Sequence[Message]) -> "Conversation":
         """Combine the logged messages with the agent's system prompt, which replaces an old one."""
-        num_system = 1 if said and said[0].role is Role.SYSTEM else 0
-        system, history = tuple(said[:num_system]), tuple(said[num_system:])
+        num_system = 1 if logged and logged[0].role is Role.SYSTEM else 0
+        system, history = tuple(logged[:num_system]), tuple(logged[num_system:])
         wanted = agent.profile.system
         is_edited = False
         if wanted is not None:
@@ -150,9 +150,9 @@ class StatefulChat:
         if agent.created_at != known.created_at:
             raise AgentNotFoundError(f"agent {agent.id!r} was deleted and created again meanwhile.")
         self._agents.check_quota(agent)
-        said = await asyncio.to_thread(self._agents.conversation, agent)
+        logged = await asyncio.to_thread(self._agents.conversation, agent)
         may_drop = agent.profile.overflow is Overflow.DROP_OLDEST
-        conversation = Conversation.of(agent, said)
+        conversation = Conversation.of(agent, logged)
         leased = replace(conversation.continuation, epoch=epoch)
         conversation = replace(conversation, continuation=leased)
         if may_drop:

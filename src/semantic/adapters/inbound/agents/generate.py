@@ -46,7 +46,7 @@ class ReplyWriter:
     def __init__(self, agent_id: str, find_turn: Callable[[str], Turn | None]) -> None:
         self._agent_id = agent_id
         self._find_turn = find_turn
-        self._said = MessageFold()
+        self._fold = MessageFold()
         self._started: Started | None = None
 
     async def collect(self, replies: ReplySet) -> Json:
@@ -70,7 +70,7 @@ class ReplyWriter:
 
     async def _add(self, event: Event) -> Json | None:
         """Add the next event; return the reply once it is complete."""
-        self._said.add(event)
+        self._fold.add(event)
         if isinstance(event, Started):
             self._started = event
         if isinstance(event, Finished) and self._started is not None:
@@ -80,7 +80,7 @@ class ReplyWriter:
     async def _ended(self, started: Started, finished: Finished) -> Json:
         """Format a complete reply with its logged turn, which may be missing after a cancel."""
         turn = await asyncio.to_thread(self._find_turn, turn_id(started.request_id))
-        message = turn.messages[-1] if turn and turn.messages else self._said.message()
+        message = turn.messages[-1] if turn and turn.messages else self._fold.message()
         if turn is None and not message.parts:
             message = Message.of(Role.ASSISTANT, "")
         return ReplyOut(

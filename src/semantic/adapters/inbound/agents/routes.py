@@ -163,7 +163,7 @@ class AgentApi:
     def fork(self, agent_id: AgentPath, body: Fork) -> AgentList:
         """Fork an agent once or many times, all or none; no KV cache is copied."""
         count = body.n or 1
-        ids = body.ids or [_drawn_id(agent_id) for _ in range(count)]
+        ids = body.ids or [_random_id(agent_id) for _ in range(count)]
         views = self._agents.fork(self._principal(), agent_id, ids, body.turn_id)
         return AgentList.of(AgentPage(views, len(views), None))
 
@@ -256,7 +256,7 @@ class AgentApi:
         )
 
 
-def _drawn_id(agent_id: str) -> str:
+def _random_id(agent_id: str) -> str:
     suffix = f"-{secrets.token_hex(4)}"
     return f"{agent_id[: _MAX_ID - len(suffix)]}{suffix}"
 

@@ -126,7 +126,7 @@ class MessageStream:
         self._is_ended = False
         self._index = -1
         self._open: _OpenBlock | None = None
-        self._told: list[Json] = []
+        self._pending: list[Json] = []
 
     def push(self, event: Event) -> list[Json]:
         """Translate the reply's next event; events after the final one are ignored."""
@@ -143,12 +143,12 @@ class MessageStream:
                 self._end(event)
             case Failed():
                 self._is_ended = True
-                self._told.append({**anthropic_body(event.error)})
+                self._pending.append({**anthropic_body(event.error)})
             case _:
                 self._begin()
                 self._add(event)
-        told, self._told = self._told, []
-        return told
+        events, self._pending = self._pending, []
+        return events
 
     def _begin(self, usage: Usage | None = None) -> None:
         """Start the message once the number of reused prompt tokens is known."""
@@ -166,7 +166,7 @@ class MessageStream:
             "stop_sequence": None,
             "usage": {**self._usage(usage or started.usage), "output_tokens": 0},
         }
-        self._told.append({"type": "message_start", "message": message})
+        self._pending.append({"type": "message_start", "message": message})
 
     def _end(self, event: Finished) -> None:
         self._is_ended = True
@@ -177,8 +177,8 @@ class MessageStream:
             "output_tokens_details": {"thinking_tokens": event.usage.thinking_tokens},
         }
         durable = durable_json([event])
-        self._told.append({"type": "message_delta", "delta": delta, "usage": usage, **durable})
-        self._told.append({"type": "message_stop"})
+        self._pending.append({"type": "message_delta", "delta": delta, "usage": usage, **durable})
+        self._pending.append({"type": "message_stop"})
 
     def _usage(self, usage: Usage) -> _PromptUsage:
         """Split the prompt tokens into three counts that do not overlap."""
@@ -223,12 +223,12 @@ class MessageStream:
         self._open = block
         self._index += 1
         started = {"type": block.kind, **content}
-        self._told.append(
+        self._pending.append(
             {"type": "content_block_start", "index": self._index, "content_block": started}
         )
 
     def _delta(self, delta: Json) -> None:
-        self._told.append({"type": "content_block_delta", "index": self._index, "delta": delta})
+        self._pending.append({"type": "content_block_delta", "index": self._index, "delta": delta})
 
     def _close(self, signature: str = "") -> None:
         if self._open is None:
@@ -236,7 +236,7 @@ class MessageStream:
         if self._open.kind == "thinking":
             self._delta({"type": "signature_delta", "signature": signature})
         self._open = None
-        self._told.append({"type": "content_block_stop", "index": self._index})
+        self._pending.append({"type": "content_block_stop", "index": self._index})
 
 
 def whole_message(events: Sequence[Json]) -> Json:

@@ -27,7 +27,7 @@ _MAX_KEPT_FOR_FILES = 256
 _MAX_SPARE = 32
 _ACCEPTED_AT_ONCE = 16
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_TELL_EVERY_S = 60.0
+_LOG_EVERY_S = 60.0
 # Keys in a request's state: its connection, and whether that one is beyond the limit.
 CONNECTION, IS_BEYOND_LIMIT = "connection", "is_full"
 
@@ -92,7 +92,7 @@ class OpenConnections:
         self._silent: OrderedDict[Connection, None] = OrderedDict()  # the longest silent first
         self._owned: Counter[str] = Counter()
         self._num_cut = 0
-        self._told_at = float("-inf")
+        self._logged_at = float("-inf")
 
     def protocol(self) -> "type[Connection]":
         """Return the protocol class that the HTTP server creates for each connection."""
@@ -151,13 +151,13 @@ class OpenConnections:
         connection.transport.abort()
         self._num_cut += 1
         now = time.monotonic()
-        if now - self._told_at >= _TELL_EVERY_S:
+        if now - self._logged_at >= _LOG_EVERY_S:
             _log.warning(
                 "too many connections; closing those that have been silent longest",
                 closed=self._num_cut,
                 max_connections=self.limits.max_open,
             )
-            self._told_at, self._num_cut = now, 0
+            self._logged_at, self._num_cut = now, 0
 
 
 class _Timer:

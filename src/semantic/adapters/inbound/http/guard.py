@@ -55,7 +55,7 @@ class Guard(Middleware):
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._admit(scope)
         if refusal is None:
-            await self._app(scope, receive, self._telling(send, current_principal()))
+            await self._app(scope, receive, self._with_allowances(send, current_principal()))
         else:
             await read_off(receive, _MAX_REFUSED_BYTES)
             await refusal(scope, receive, send)
@@ -85,10 +85,10 @@ class Guard(Middleware):
         state["tenant"] = principal.tenant
         return None
 
-    def _telling(self, send: Send, principal: Principal) -> Send:
+    def _with_allowances(self, send: Send, principal: Principal) -> Send:
         """Add the remaining rate limits to the response's headers."""
 
-        async def tell(message: Message) -> None:
+        async def send_with_allowances(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 limits = self._access.limits()
@@ -97,7 +97,7 @@ class Guard(Middleware):
                         headers.setdefault(name, value)
             await send(message)
 
-        return tell
+        return send_with_allowances
 
 
 def _is_under(path: str, places: tuple[str, ...]) -> bool:

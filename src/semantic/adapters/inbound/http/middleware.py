@@ -143,16 +143,16 @@ class AccessLog(Middleware):
             if message["type"] == "http.response.start":
                 status = message["status"]
                 names = (b"x-request-id", b"request-id")  # for OpenAI's and Anthropic's clients
-                told = [(name, request_id.encode()) for name in names]
-                message["headers"] = [*message["headers"], *told]
+                extra = [(name, request_id.encode()) for name in names]
+                message["headers"] = [*message["headers"], *extra]
             await send(message)
 
         structlog.contextvars.bind_contextvars(request_id=request_id)
         trace = _join_trace(Headers(scope=scope))
         body = bytearray()
         try:
-            heard = _overheard(receive, body) if self._is_body_logged else receive
-            await self._app(scope, heard, tagged)
+            received = _copy_received(receive, body) if self._is_body_logged else receive
+            await self._app(scope, received, tagged)
         except Exception as error:  # noqa: BLE001 - the client gets an answer in any case
             defect = error
             if not status:
@@ -174,7 +174,7 @@ def _join_trace(headers: Headers) -> Token[otel_context.Context]:
     return otel_context.attach(context)
 
 
-def _overheard(receive: Receive, body: bytearray) -> Receive:
+def _copy_received(receive: Receive, body: bytearray) -> Receive:
     """Copy what is received into `body`, up to `_MAX_LOGGED` bytes."""
 
     async def received() -> Message:

@@ -180,11 +180,11 @@ class FrameLog:
 
     def append(self, frame: str) -> None:
         self._frames.append(frame)
-        self._tell()
+        self._wake_readers()
 
     def end(self) -> None:
         self._is_ended = True
-        self._tell()
+        self._wake_readers()
 
     async def read(self, start: int = 0) -> AsyncIterator[str]:
         """Yield all frames from index `start`, and heartbeat comments while none arrive."""
@@ -200,7 +200,7 @@ class FrameLog:
             except TimeoutError:
                 yield comment(self.progress)
 
-    def _tell(self) -> None:
+    def _wake_readers(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -205,7 +205,7 @@ class ResponseWriter:
         self._item: _Item | None = None
         self._request_id = ""
         self._num_events = 0
-        self._told: list[Json] = []
+        self._pending: list[Json] = []
 
     def feed(self, event: Event) -> list[Json]:
         """Add the next event of the reply; return the stream events for it."""
@@ -218,8 +218,8 @@ class ResponseWriter:
                 self._fail(event)
             case _:
                 self._go_on(event)
-        told, self._told = self._told, []
-        return told
+        events, self._pending = self._pending, []
+        return events
 
     def _go_on(self, event: Event) -> None:
         match event:
@@ -243,8 +243,8 @@ class ResponseWriter:
         head = self._head(started.request_id, started.model)
         used: Json = {"temperature": started.sampling.temperature, "top_p": started.sampling.top_p}
         self.response = head | self.response | used
-        self._tell_all("response.created")
-        self._tell_all("response.in_progress")
+        self._emit_response("response.created")
+        self._emit_response("response.in_progress")
 
     def _head(self, request_id: str, model: str) -> Json:
         self._request_id = request_id
@@ -285,18 +285,18 @@ class ResponseWriter:
         self.response |= {"status": status, **ending}
         if status == "completed":
             self.response["completed_at"] = int(time.time())
-        self._tell_all(f"response.{'incomplete' if status == 'cancelled' else status}")
+        self._emit_response(f"response.{'incomplete' if status == 'cancelled' else status}")
 
     @property
     def _is_in_call(self) -> bool:
         """Whether the arguments of a call are still being written."""
         return self._item is not None and self._item.kind == "function_call"
 
-    def _tell_all(self, kind: str) -> None:
-        self._tell(kind, {"response": {**self.response, "output": list(self._output)}})
+    def _emit_response(self, kind: str) -> None:
+        self._emit(kind, {"response": {**self.response, "output": list(self._output)}})
 
-    def _tell(self, kind: str, content: Json) -> None:
-        self._told.append({"type": kind, "sequence_number": self._num_events, **content})
+    def _emit(self, kind: str, content: Json) -> None:
+        self._pending.append({"type": kind, "sequence_number": self._num_events, **content})
         self._num_events += 1
 
     # -- its items ------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class ResponseWriter:
         item.pieces.append(text)
         item.logprobs += logprobs or []
         delta = {**item.place, "delta": text, **item.scored(logprobs or [])}
-        self._tell(f"response.{_WRITTEN[kind]}.delta", delta)
+        self._emit(f"response.{_WRITTEN[kind]}.delta", delta)
 
     def _open(self, kind: str, call: ToolCallStarted | None = None) -> _Item:
         self._close("incomplete" if self._is_in_call else "completed")
@@ -315,9 +315,9 @@ class ResponseWriter:
         name = f"{_PREFIXES[kind]}_{self._request_id}_{index}"
         item = self._item = _Item(kind, name, index, call=call)
         added = {"output_index": index, "item": item.json("in_progress")}
-        self._tell("response.output_item.added", added)
+        self._emit("response.output_item.added", added)
         if kind != "function_call":
-            self._tell("response.content_part.added", {**item.place, "part": item.part("")})
+            self._emit("response.content_part.added", {**item.place, "part": item.part("")})
         return item
 
     def _close(self, status: str) -> None:
@@ -328,13 +328,13 @@ class ResponseWriter:
         if item.kind == "function_call":
             named = item.call and item.call.name
             if status == "completed":  # clients run the call on this event
-                self._tell(done, {**item.place, "arguments": item.text, "name": named})
+                self._emit(done, {**item.place, "arguments": item.text, "name": named})
         else:
-            self._tell(done, {**item.place, "text": item.text, **item.scored(item.logprobs)})
-            self._tell("response.content_part.done", {**item.place, "part": item.part()})
+            self._emit(done, {**item.place, "text": item.text, **item.scored(item.logprobs)})
+            self._emit("response.content_part.done", {**item.place, "part": item.part()})
         self._output.append(item.json(status))
         closed = {"output_index": item.index, "item": self._output[-1]}
-        self._tell("response.output_item.done", closed)
+        self._emit("response.output_item.done", closed)
 
 
 def _usage(usage: Usage) -> _Usage:
@@ -435,8 +435,8 @@ def items_of(request_id: str, messages: Sequence[Message]) -> list[Json]:
     for number, message in enumerate(messages):
         name = f"{request_id}_in{number}"
         if message.role is Role.ASSISTANT:
-            said = PastTurn(name, (), message, Usage(0), 0.0, "", None)
-            items += cast("list[Json]", response_of(name, said, "")["output"])
+            past = PastTurn(name, (), message, Usage(0), 0.0, "", None)
+            items += cast("list[Json]", response_of(name, past, "")["output"])
             continue
         texts = [part for part in message.parts if isinstance(part, TextPart)]
         if texts:

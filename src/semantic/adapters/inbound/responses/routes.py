@@ -57,11 +57,16 @@ class ResponseRun:
     """
 
     def __init__(
-        self, replies: ReplySet, writer: ResponseWriter, book: "RecentResponses", *, is_stored: bool
+        self,
+        replies: ReplySet,
+        writer: ResponseWriter,
+        recent: "RecentResponses",
+        *,
+        is_stored: bool,
     ) -> None:
         self._replies = replies
         self._writer = writer
-        self._book = book
+        self._recent = recent
         self._is_stored = is_stored
         self._failure: SemanticError | None = None
         self.log: FrameLog | None = None
@@ -77,7 +82,7 @@ class ResponseRun:
     async def frames(self) -> AsyncIterator[str]:
         """Yield it as server-sent events; a slow reader does not delay the response."""
         log = FrameLog(self._replies.heartbeat_s)
-        self._book.keep_running(self, log)
+        self._recent.keep_running(self, log)
         async for frame in log.read():
             yield frame
 
@@ -112,7 +117,7 @@ class ResponseRun:
         finally:
             self._replies = ReplySet(())  # releases the rest of the ended reply
             self.is_ended.set()
-            self._book.leave(self, is_kept=self._is_stored)
+            self._recent.end_run(self, is_kept=self._is_stored)
             if log is not None:
                 log.end()
 
@@ -130,7 +135,7 @@ class ResponseRun:
 
     def _begin(self) -> None:
         if not self.is_begun.is_set():
-            self._book.enter(self)
+            self._recent.add_run(self)
             self.is_begun.set()
 
 
@@ -141,10 +146,10 @@ class RecentResponses:
         self._runs: dict[str, ResponseRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def enter(self, run: ResponseRun) -> None:
+    def add_run(self, run: ResponseRun) -> None:
         self._runs[str(run.response["id"])] = run
 
-    def leave(self, run: ResponseRun, *, is_kept: bool) -> None:
+    def end_run(self, run: ResponseRun, *, is_kept: bool) -> None:
         """Handle the end of a response; keep it if `is_kept` and it has a final status.
 
         Of the responses that have ended, the oldest beyond `_MAX_KEPT` are dropped, and the oldest
@@ -168,16 +173,18 @@ class RecentResponses:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def find(self, response_id: str) -> ResponseRun | None:
+    def find_run(self, response_id: str) -> ResponseRun | None:
         """Return a response; None if it is unknown or was dropped."""
         return self._runs.get(response_id)
 
-    def forget(self, response_id: str) -> bool:
+    def drop_ended(self, response_id: str) -> bool:
         """Drop a response that has ended; return False if there is none."""
         return self._runs.pop(response_id, None) is not None
 
 
-_Place = Annotated[int | None, Query(ge=0, description="`sequence_number` of the last event seen")]
+_StartingAfter = Annotated[
+    int | None, Query(ge=0, description="`sequence_number` of the last event seen")
+]
 
 
 class ResponsesApi:
@@ -194,7 +201,7 @@ class ResponsesApi:
         self._models = models
         self._turns = turns
         self._principal = principal
-        self._books: defaultdict[str, RecentResponses] = defaultdict(RecentResponses)
+        self._recent_by_tenant: defaultdict[str, RecentResponses] = defaultdict(RecentResponses)
 
     def router(self) -> APIRouter:
         errors = refusals("4XX", 503, 504)
@@ -215,18 +222,18 @@ class ResponsesApi:
             request = body.to_domain(hint, past)
             replies = ReplySet([await self._inference.start(request, self._principal())])
         writer = ResponseWriter(settings_of(body), wants_handles=body.wants_handles)
-        run = ResponseRun(replies, writer, self._book, is_stored=body.is_stored)
+        run = ResponseRun(replies, writer, self._recent, is_stored=body.is_stored)
         if body.background:
-            return await _in_background(run, self._book, is_streamed=bool(body.stream))
+            return await _in_background(run, self._recent, is_streamed=bool(body.stream))
         if body.stream:
             return EventStream(run.frames(), replies)
         return await answer(http, run.collect(), replies)
 
     async def retrieve(
-        self, response_id: str, stream: bool = False, starting_after: _Place = None
+        self, response_id: str, stream: bool = False, starting_after: _StartingAfter = None
     ) -> Response:
         """Return a stored or running response, or its events if it streams in the background."""
-        run = self._book.find(response_id)
+        run = self._recent.find_run(response_id)
         if stream and run is not None and run.log is not None:
             return EventStream(run.log.read(0 if starting_after is None else starting_after + 1))
         response = run.response if run else await self._logged(response_id)
@@ -239,7 +246,7 @@ class ResponsesApi:
 
     async def cancel(self, response_id: str) -> Response:
         """Cancel a response; one that has ended is returned unchanged."""
-        run = self._book.find(response_id)
+        run = self._recent.find_run(response_id)
         if run is None:
             return await self.retrieve(response_id)
         await run.cancel()
@@ -247,10 +254,10 @@ class ResponsesApi:
 
     async def delete(self, response_id: str) -> Response:
         """Remove a response; the KV cache stays."""
-        run = self._book.find(response_id)
+        run = self._recent.find_run(response_id)
         if run is not None:
             await run.cancel()
-        is_dropped = self._book.forget(response_id)
+        is_dropped = self._recent.drop_ended(response_id)
         name = response_id.removeprefix(PREFIX)
         is_removed = await asyncio.to_thread(self._turns.forget_text, name, self._principal())
         if not is_dropped and not is_removed:
@@ -283,9 +290,9 @@ class ResponsesApi:
     # -- helpers --------------------------------------------------------------------------------
 
     @property
-    def _book(self) -> RecentResponses:
+    def _recent(self) -> RecentResponses:
         """The recent responses of the caller's tenant."""
-        return self._books[self._principal().tenant]
+        return self._recent_by_tenant[self._principal().tenant]
 
     async def _previous(self, body: ResponsesRequest) -> PastTurn | None:
         """Find the turn that a request continues.
@@ -297,7 +304,7 @@ class ResponsesApi:
         if not name:
             return None
         past = await self._past(name)
-        known = self._book.find(name) if past is None else None
+        known = self._recent.find_run(name) if past is None else None
         if known is not None:
             why = f"response {name!r} is {known.response['status']} and cannot be continued."
         elif past is None:
@@ -338,10 +345,12 @@ def _page(items: list[Json], after: str | None, limit: int) -> ItemList:
     }
 
 
-async def _in_background(run: ResponseRun, book: RecentResponses, *, is_streamed: bool) -> Response:
+async def _in_background(
+    run: ResponseRun, recent: RecentResponses, *, is_streamed: bool
+) -> Response:
     """Run a response to its end even if the client disconnects."""
     log = run.log = FrameLog() if is_streamed else None
-    book.keep_running(run, log)
+    recent.keep_running(run, log)
     if log is not None:
         return EventStream(log.read())
     await run.is_begun.wait()

@@ -59,7 +59,7 @@ def replies_of(*events: tuple[Event, ...]) -> ReplySet:
 
 def run_of(
     events: tuple[Event, ...],
-    book: RecentResponses,
+    recent: RecentResponses,
     body: ResponsesRequest | None = None,
     replies: ReplySet | None = None,
 ) -> ResponseRun:
@@ -67,7 +67,7 @@ def run_of(
     body = body or ResponsesRequest.model_validate(asked)
     writer = ResponseWriter(settings_of(body), wants_handles=body.wants_handles)
     replies = replies or replies_of(events)
-    return ResponseRun(replies, writer, book, is_stored=body.is_stored)
+    return ResponseRun(replies, writer, recent, is_stored=body.is_stored)
 
 
 async def test_a_chat_stream() -> None:
@@ -138,10 +138,10 @@ async def test_a_completion() -> None:
 
 
 async def test_a_response_stream() -> None:
-    book = RecentResponses()
-    frames = [frame async for frame in run_of(EVERYTHING, book).frames()]
+    recent = RecentResponses()
+    frames = [frame async for frame in run_of(EVERYTHING, recent).frames()]
     check("response_stream.txt", "".join(frames))
-    kept = book.find("resp_abc")
+    kept = recent.find_run("resp_abc")
     assert kept is not None
     assert kept.response["status"] == "completed"
     assert kept.is_ended.is_set()
@@ -157,10 +157,10 @@ async def test_a_response() -> None:
     body = ResponsesRequest.model_validate(
         {"model": "m", "input": "hi", "tools": tools, "store": False}
     )
-    book = RecentResponses()
-    made = await run_of(PLAIN, book, body).collect()
+    recent = RecentResponses()
+    made = await run_of(PLAIN, recent, body).collect()
     check("response.json", json.dumps(made, indent=1, ensure_ascii=False))
-    assert book.find("resp_abc") is None
+    assert recent.find_run("resp_abc") is None
 
 
 async def test_a_failed_response_is_an_error_where_it_is_waited_for() -> None:

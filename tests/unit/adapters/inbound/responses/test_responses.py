@@ -36,15 +36,15 @@ class EndlessReply(CannedReply):
 
 
 async def test_a_client_that_stopped_reading_does_not_hold_a_cancel_up() -> None:
-    book = RecentResponses()
-    run = ResponseRun(ReplySet([EndlessReply()]), ResponseWriter({}), book, is_stored=True)
+    recent = RecentResponses()
+    run = ResponseRun(ReplySet([EndlessReply()]), ResponseWriter({}), recent, is_stored=True)
     frames = run.frames()
     first = await anext(frames)
     assert "response.created" in first
     async with asyncio.timeout(10):
         await run.cancel()
     assert run.response["status"] == "cancelled"
-    assert book.find("resp_abc") is run
+    assert recent.find_run("resp_abc") is run
     assert "response.incomplete" in [frame async for frame in frames][-1]
     assert run.log is None
 
