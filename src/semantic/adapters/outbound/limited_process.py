@@ -90,7 +90,7 @@ class LimitedProcesses:
         try:
             process = self._idle.get(timeout=_QUEUE_S)
         except queue.Empty:
-            raise self._overloaded("too many requests wait for it") from None
+            raise self._overloaded("too many requests are waiting") from None
 
         def ask(request: bytes) -> bytes:
             nonlocal process
@@ -105,7 +105,7 @@ class LimitedProcesses:
                 raise LimitExceededError from error
             if answer is None:
                 process.end()
-                raise self._overloaded("it took too long")
+                raise self._overloaded("it timed out")
             return answer
 
         try:
@@ -117,9 +117,9 @@ class LimitedProcesses:
         try:
             return _Process(self._module, self._setup)
         except (EOFError, OSError) as error:
-            reason = str(error) or "it ended, or took too long to start"
+            reason = str(error) or "it exited or timed out"
             _log.error("cannot start the process for %s: %s", self._task, reason)
-            raise self._overloaded("its process cannot be started") from error
+            raise self._overloaded("its process does not start") from error
 
     def _overloaded(self, reason: str) -> OverloadedError:
         return OverloadedError(f"{self._task} failed: {reason}; try again.", retry_after_s=_RETRY_S)
