@@ -1,4 +1,4 @@
-"""One agent: make it, talk to it, look at its log, go back.
+"""Create an agent, send it messages, read its log, and rewind it.
 
 Run it against a server (`make serve`): python -m examples.basic
 """

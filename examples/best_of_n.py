@@ -1,4 +1,4 @@
-"""Fork an agent, let the forks try the same task, keep the one that did best.
+"""Fork an agent, give every fork the same task, and keep the best fork.
 
 Run it against a server (`make serve`): python -m examples.best_of_n
 """
@@ -12,7 +12,7 @@ TASK = "Write one sentence about the sea."
 
 
 def score(reply: Json) -> int:
-    """Judge a reply; here: the more different words, the better."""
+    """Score a reply by its number of different words."""
     return len(set(reply["text"].lower().split()))
 
 
@@ -40,7 +40,7 @@ def main() -> None:
         for name in (writer, *(n for i, n in enumerate(names) if i != best)):
             call(http, "DELETE", f"/v1/agents/{name}")
         again = say(http, names[best], "Shorten it.")
-        print("the best one goes on:", again["text"].strip()[:80])
+        print("the best one continues:", again["text"].strip()[:80])
         call(http, "DELETE", f"/v1/agents/{names[best]}")
 
 

@@ -1,4 +1,4 @@
-"""A few lines over httpx that the examples share: an agent one can talk to."""
+"""A small client over httpx that the examples share."""
 
 import json
 import os
@@ -11,13 +11,13 @@ Json = dict[str, Any]
 
 
 def connect(url: str | None = None) -> httpx.Client:
-    """Connect to a server; `SEMANTIC_URL` says where it is."""
+    """Connect to a server; the default address is in `SEMANTIC_URL`."""
     base_url = url or os.environ.get("SEMANTIC_URL", "http://127.0.0.1:8000")
     return httpx.Client(base_url=base_url, timeout=600, trust_env=False)
 
 
 def call(http: httpx.Client, method: str, path: str, **options: Any) -> Json:
-    """Ask, and raise the server's own words if it refuses."""
+    """Send a request; raises the server's error message if it is refused."""
     try:
         answer = http.request(method, path, **options)
     except httpx.ConnectError:

@@ -1,4 +1,4 @@
-"""Serve a model of your own: any Hugging Face directory. Here a tiny one is made on the spot.
+"""Serve your own model: any Hugging Face directory, or a tiny model that this example creates.
 
 It starts a server of its own: python -m examples.custom_model [MODEL DIRECTORY]
 """

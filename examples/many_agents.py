@@ -1,4 +1,4 @@
-"""Several agents with one system prompt: computed once, answered in one batch.
+"""Several agents with one system prompt, which is computed once; the replies share batches.
 
 Run it against a server (`make serve`): python -m examples.many_agents
 """

@@ -1,4 +1,4 @@
-"""An agent that survives a restart: it goes on where it was, without computing its past again.
+"""An agent that survives a restart and continues without recomputing its conversation.
 
 It starts servers of its own and stops them: python -m examples.persistence [SERVER OPTIONS]
 """

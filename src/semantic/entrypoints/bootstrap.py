@@ -109,7 +109,7 @@ def bootstrap(settings: Settings) -> Server:
     inference.limits = access.limits
     memory.listen(inference.note_remote_turn)
     cache = CacheService(memory.served.get, memory.agents, device, watch, feed, memory.disk)
-    metrics.read(cache, watch, functools.partial(getattr, device, "state"))
+    metrics.register_server(cache, watch, functools.partial(getattr, device, "state"))
     lanes = TurnLanes(max_waiting=max_waiting, timeout_s=timeout_s)
     runtime = Runtime(settings.runtime, device, models, memory.disk, memory.resize, set_log_level)
     archive = AgentFile(memory.codec, _export_keys(settings))

@@ -92,15 +92,12 @@ class ModelLoader:
         self.first = ModelEntry(served_id(model), model)
 
     def entries(self) -> Sequence[ModelEntry]:
-        """The models on this machine."""
         return self._source.entries()
 
     def find_model(self, source: str) -> ModelEntry:
-        """Find a model on this machine, or one that can be downloaded."""
         return self._source.find_model(source)
 
     def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:
-        """Download or convert a model's files unless they are on this machine."""
         return self._source.fetch(entry, on_progress)
 
     def load(self, entry: ModelEntry, on_progress: OnProgress) -> LoadedModel:
@@ -241,7 +238,7 @@ def stored_dtypes(origins: Sequence[BlockOrigin], fingerprint: str) -> tuple[str
 
 
 def _import_torch(settings: Settings) -> MakeBackend:
-    _calm_openmp()
+    _limit_openmp_spinning()
     # Prepares the native library in the background, while torch is imported.
     native = NativeBuild(settings.home_dir / "native", settings.native)
     # Loader threads would keep the memory of weights that are freed after the threads end.
@@ -251,8 +248,14 @@ def _import_torch(settings: Settings) -> MakeBackend:
         from semantic.adapters.outbound.backends.torch.loading import TorchOptions
     except ModuleNotFoundError as error:
         raise _missing(error, "torch") from error
-    how = (settings.dtype, settings.device, settings.weights, settings.threads)
-    options = TorchOptions(*how, native=native, pinned_bytes=_pinned_bytes(settings))
+    options = TorchOptions(
+        dtype=settings.dtype,
+        device=settings.device,
+        weights=settings.weights,
+        num_threads=settings.threads,
+        native=native,
+        pinned_bytes=_pinned_bytes(settings),
+    )
     return lambda directory, spec, hint: TorchBackend(directory, spec, replace(options, hint=hint))
 
 
@@ -269,8 +272,12 @@ def _import_mlx(settings: Settings) -> MakeBackend:
         from semantic.adapters.outbound.backends.mlx.loading import MlxOptions
     except ModuleNotFoundError as error:
         raise _missing(error, "mlx") from error
-    how = (settings.dtype, settings.device, settings.weights)
-    options = MlxOptions(*how, _pinned_bytes(settings))
+    options = MlxOptions(
+        dtype=settings.dtype,
+        device=settings.device,
+        weights=settings.weights,
+        pinned_bytes=_pinned_bytes(settings),
+    )
     return lambda directory, spec, _: MlxBackend.from_directory(directory, spec, options)
 
 
@@ -300,7 +307,7 @@ def preload_torch(settings: Settings) -> None:
     gc.disable()
     if choose_backend(settings) != "torch" or settings.shards > 1 or sys.platform != "linux":
         return
-    _calm_openmp()
+    _limit_openmp_spinning()
     found = importlib.util.find_spec("torch")
     for place in (found and found.submodule_search_locations) or ():
         library = str(Path(place, "lib", "libtorch_cpu.so")).encode()
@@ -308,7 +315,7 @@ def preload_torch(settings: Settings) -> None:
         threading.Thread(target=ctypes.CDLL(None).dlopen, args=link, daemon=True).start()
 
 
-def _calm_openmp() -> None:
+def _limit_openmp_spinning() -> None:
     """Let OpenMP threads spin between the operations of a decode step, and sleep after it.
 
     By default they spin for milliseconds: beside one busy process, a decode step took fifteen times

@@ -197,11 +197,11 @@ class _HttpServer(uvicorn.Server):
         del frame
         if self.should_exit:
             if sig == signal.SIGINT:
-                asyncio.get_running_loop().call_soon_threadsafe(self._hang_up)
+                asyncio.get_running_loop().call_soon_threadsafe(self._abort_connections)
         elif self._is_stopping:
             self._end_replies()
             if sig == signal.SIGINT:
-                asyncio.get_running_loop().call_soon_threadsafe(self._hang_up)
+                asyncio.get_running_loop().call_soon_threadsafe(self._abort_connections)
         else:
             self._is_stopping = True
             self._server.device.is_draining = True
@@ -217,7 +217,6 @@ class _HttpServer(uvicorn.Server):
         self._end_replies()
 
     def _end_replies(self) -> None:
-        """End running replies and stop listening."""
         self.should_exit = True
         self._server.request_stop()
 
@@ -231,10 +230,10 @@ class _HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down; cut the connections that are still open after `shutdown_timeout_s`."""
-        asyncio.get_running_loop().call_later(self._timeout_s, self._hang_up)
+        asyncio.get_running_loop().call_later(self._timeout_s, self._abort_connections)
         await super().shutdown(sockets)
 
-    def _hang_up(self) -> None:
+    def _abort_connections(self) -> None:
         """Abort open connections as if clients had left; uvicorn would log each as an error."""
         connections = list(self.server_state.connections)
         if connections:
@@ -264,11 +263,11 @@ def serve(server: Server) -> int:
     finally:
         _close_memory(server)
     if not server.device.join(0):
-        _leave(status)
+        _exit_at_once(status)
     return status
 
 
-def _leave(status: int) -> None:
+def _exit_at_once(status: int) -> None:
     """Exit without unloading libraries: the device thread still uses them and would abort."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -8,7 +8,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from semantic.entrypoints.cli.flags import Answer
-from semantic.entrypoints.cli.screen import Working, console, table
+from semantic.entrypoints.cli.screen import Spinner, console, table
 
 pytestmark = pytest.mark.unit
 
@@ -56,7 +56,7 @@ def test_json_keeps_every_character_and_commands_no_terminal(
 
 
 def test_what_is_going_on_may_have_any_name() -> None:
-    with Working(HOSTILE) as working:
+    with Spinner(HOSTILE) as working:
         working.show(HOSTILE)
 
 

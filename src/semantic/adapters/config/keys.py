@@ -58,7 +58,6 @@ class RateEntry(_Entry):
     tokens_per_minute: Count | None = None
 
     def to_domain(self) -> Rate:
-        """Convert to the domain type."""
         return Rate(self.requests_per_minute, self.tokens_per_minute)
 
 
@@ -73,7 +72,6 @@ class TenantEntry(_Entry):
     agent: RateEntry = RateEntry()
 
     def to_domain(self) -> TenantPolicy:
-        """Convert to the domain type."""
         return TenantPolicy(
             weight=self.weight,
             disk_bytes=self.disk_quota_mb * _MB if self.disk_quota_mb else None,
@@ -97,7 +95,6 @@ class KeyEntry(_Entry):
     rate: RateEntry | None = None
 
     def to_domain(self) -> ApiKey:
-        """Convert to the domain type."""
         return ApiKey(
             id=self.id,
             tenant=self.tenant,
@@ -121,7 +118,6 @@ class KeyFile(_Entry):
     keys: tuple[KeyEntry, ...] = ()
 
     def to_domain(self) -> KeyRing:
-        """Convert to the domain type."""
         return KeyRing(
             keys=tuple(key.to_domain() for key in self.keys),
             tenants={name: entry.to_domain() for name, entry in self.tenants.items()},

@@ -320,7 +320,6 @@ class Settings(_RuntimeFields):
 
     @property
     def home_dir(self) -> Path:
-        """`home`, with `~` resolved."""
         return self.home.expanduser()
 
     @property

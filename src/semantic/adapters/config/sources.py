@@ -73,7 +73,7 @@ def load_settings(
     try:
         return _Layered(**overrides or {})
     except ValidationError as error:
-        raise _refusal(error.errors()[0], toml) from error
+        raise _invalid_setting(error.errors()[0], toml) from error
     except SettingsError as error:  # a variable that must hold JSON
         raise InvalidRequestError(f"{error}: it must be JSON") from error
 
@@ -101,22 +101,27 @@ def _read_dotenv() -> tuple[DotEnvSettingsSource, str | None]:
     return dotenv, found.get(_ENVIRONMENT.lower())
 
 
-def misspelled(environment: Mapping[str, str]) -> list[str]:
-    """Warn of variables that are no settings; no error, as other programs may use the prefix."""
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return a warning for each variable that is no setting.
+
+    That is no error, because other programs may use the prefix.
+    """
     known = {*(f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields), *_NO_SETTINGS}
     return [
-        f"unknown setting {name}, ignored{_nearest(name)}"
+        f"unknown setting {name}, ignored{_suggestion(name)}"
         for name in environment
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in known
     ]
 
 
-def _refusal(problem: ErrorDetails, toml: Mapping[Path, Mapping[str, Any]]) -> InvalidRequestError:
+def _invalid_setting(
+    problem: ErrorDetails, toml: Mapping[Path, Mapping[str, Any]]
+) -> InvalidRequestError:
     name = ".".join(str(part) for part in problem["loc"])
     message = plain_reason(problem)
     if problem["type"] == "extra_forbidden":
         name = name.upper() if name.startswith(ENV_PREFIX.lower()) else name
-        message = f"unknown setting{_nearest(name)}"
+        message = f"unknown setting{_suggestion(name)}"
         if isinstance(problem["input"], dict):
             message = "unknown setting; a file of settings has no sections"
     text = f"setting {name}: {message}" if name else message
@@ -132,7 +137,7 @@ def _is_from(values: Any, problem: ErrorDetails) -> bool:
     return bool(problem["loc"]) and values is not None and values is problem["input"]
 
 
-def _nearest(name: str) -> str:
+def _suggestion(name: str) -> str:
     """Suggest the setting with the most similar name, if there is one."""
     is_variable = name.upper().startswith(ENV_PREFIX)
     bare = name[len(ENV_PREFIX) :].lower() if is_variable else name

@@ -17,7 +17,7 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.client import Json, ServerClient, file_pieces
 from semantic.entrypoints.cli.flags import Answer, AsJson, print_json, with_server
 from semantic.entrypoints.cli.screen import (
-    Working,
+    Spinner,
     age,
     agents_table,
     console,
@@ -70,7 +70,7 @@ def list_agents(
     """List agents, the most recently used first."""
     wanted = {"prefix": prefix, "label": label}
     query = {name: value for name, value in wanted.items() if value is not None}
-    with Working("reading agents"):
+    with Spinner("reading agents"):
         agents = list(client.pages("/v1/agents", "after", **query))
     none = "no agents; `semantic chat NAME` creates one"
     return Answer(agents, agents_table(agents) if agents else none)
@@ -117,7 +117,7 @@ def log(
 ) -> Answer:
     """Show an agent's turns, the latest first; with --graph as a tree, the oldest first."""
     if graph:
-        with Working("reading turns of all agents"):
+        with Spinner("reading turns of all agents"):
             turns, heads = _family(client, agent)
         found = {"turns": list(turns.values()), "heads": heads}
         return Answer(found, turn_tree(turns, heads, agent))

@@ -26,7 +26,7 @@ from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.entrypoints.cli.client import Json
 from semantic.entrypoints.cli.flags import Answer
-from semantic.entrypoints.cli.screen import Working, size
+from semantic.entrypoints.cli.screen import Spinner, size
 from semantic.ports.storage import LedgerState
 
 _SHORT = 12
@@ -60,7 +60,7 @@ def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None
         )
     claim(directory)
     with ExitStack() as stack:
-        status = stack.enter_context(Working(f"reading {directory}"))
+        status = stack.enter_context(Spinner(f"reading {directory}"))
         stack.enter_context(DirectoryLock(directory))
         cipher = load_cipher(settings.encryption_key_file, settings.encryption_key_command)
         ledger = SqliteLedger(directory, cipher=cipher)
@@ -92,7 +92,7 @@ class _Cache:
     ledger: SqliteLedger
     files: SafetensorsCache
     state: LedgerState
-    status: Working
+    status: Spinner
     lines: list[str] = field(default_factory=list)
 
     def say(self, line: str) -> None:

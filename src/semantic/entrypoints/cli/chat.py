@@ -19,7 +19,7 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.agents import AgentArgument, find_turn, turn_tree
 from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
 from semantic.entrypoints.cli.flags import AsJson, print_json, with_server
-from semantic.entrypoints.cli.screen import Working, console, reuse_bar
+from semantic.entrypoints.cli.screen import Spinner, console, reuse_bar
 
 _HELP = """\
   /fork [NAME]    continue as another agent from here
@@ -56,7 +56,7 @@ def chat(
     session.open(system)
     if as_json:
         path = f"/v1/agents/{agent}/generate"
-        with Working(f"waiting for {agent}"):
+        with Spinner(f"waiting for {agent}"):
             reply = client.call("POST", path, json={"message": message, **options})
         print_json(reply)
     elif message is not None:
@@ -102,7 +102,6 @@ class ChatSession:
 
     @property
     def path(self) -> str:
-        """The path of the agent's resource."""
         return f"/v1/agents/{self.agent}"
 
     def run(self) -> None:
@@ -113,7 +112,7 @@ class ChatSession:
             self.screen.print(f"talking to {self.agent}; /help lists commands", style="dim")
         while (line := self._read()) is not None:
             try:
-                if not self._obey(line):
+                if not self._run_line(line):
                     return
             except (ServerError, InvalidRequestError) as error:
                 self.screen.print(error.message, style="red")
@@ -129,7 +128,7 @@ class ChatSession:
             except KeyboardInterrupt:
                 self.screen.print()
 
-    def _obey(self, line: str) -> bool:
+    def _run_line(self, line: str) -> bool:
         """Send a message or run a command; False for `/quit`."""
         if not line.startswith("/"):
             self.say(line)

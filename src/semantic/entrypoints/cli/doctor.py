@@ -28,7 +28,7 @@ from semantic.adapters.outbound.models.fingerprint import fingerprint
 from semantic.domain.blocks import BlockOrigin, describe_change
 from semantic.entrypoints.cli.flags import Answer, with_settings
 from semantic.entrypoints.cli.launch import CLIENTS, INSTALL
-from semantic.entrypoints.cli.screen import Working, size, table
+from semantic.entrypoints.cli.screen import Spinner, size, table
 from semantic.entrypoints.loading import choose_backend, compute_basis
 
 _GOOD = {"ok": "green", "note": "yellow", "bad": "red"}
@@ -54,7 +54,7 @@ class Finding:
 def doctor(settings: Settings) -> Answer:
     """Check backends, processor, memory, disk, port, model and clients, and give advice."""
     # Libraries and our own checks may log; standard output is for the findings alone.
-    with Working("checking this machine"), contextlib.redirect_stdout(sys.stderr):
+    with Spinner("checking this machine"), contextlib.redirect_stdout(sys.stderr):
         findings = list(examine(settings))
     made = table("", "", "~", "~")
     for one in findings:

@@ -13,7 +13,7 @@ import typer
 from rich.console import RenderableType
 
 from semantic.adapters.config.settings import Settings
-from semantic.adapters.config.sources import load_settings, misspelled
+from semantic.adapters.config.sources import load_settings, unknown_variables
 from semantic.adapters.config.terminal import escape_controls
 from semantic.entrypoints.cli.client import DEFAULT_URL, Json, ServerClient
 from semantic.entrypoints.cli.screen import console, say
@@ -63,7 +63,7 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
         def prepare(options: Json) -> AbstractContextManager[Settings]:
             config = options.pop("config")
             given = {name: options.pop(name) for name in names}
-            for warning in misspelled(os.environ):
+            for warning in unknown_variables(os.environ):
                 say(f"semantic: {warning}", is_error=True)
             given = {name: value for name, value in given.items() if value is not None}
             return nullcontext(load_settings(given, config=config))

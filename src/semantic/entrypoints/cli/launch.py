@@ -36,7 +36,6 @@ class Target:
 
     @property
     def openai_url(self) -> str:
-        """The base URL of the OpenAI protocols."""
         return f"{self.url}/v1"
 
     @property

@@ -11,7 +11,7 @@ from semantic.adapters.config.settings import STARTER_MODEL, Settings
 from semantic.domain.model_names import SHORT_NAMES
 from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
 from semantic.entrypoints.cli.flags import Answer, with_server, with_settings
-from semantic.entrypoints.cli.screen import Working, size, table
+from semantic.entrypoints.cli.screen import Spinner, size, table
 
 models_app = typer.Typer(
     help="List, swap and download models.",
@@ -59,7 +59,7 @@ def swap(
     body: Json = {"model": model, "wait": False}
     if drain is not None:
         body["drain_timeout_s"] = drain
-    with Working(f"swapping to {model}") as status:
+    with Spinner(f"swapping to {model}") as status:
         with contextlib.closing(client.events("GET", "/v1/events")) as events:
             next(events)  # wait until subscribed, so that no event is missed
             answer = client.call("POST", "/admin/models/swap", json=body)
@@ -69,7 +69,7 @@ def swap(
     return Answer(found, f"{found['id']}: {found['state']}")
 
 
-def _follow(events: Iterator[Json], status: Working) -> None:
+def _follow(events: Iterator[Json], status: Spinner) -> None:
     """Show the steps of a swap until it ends.
 
     Raises:
@@ -104,7 +104,7 @@ def pull(
     published, four_bit = SHORT_NAMES.get(model, (model, model))
     source = LocalModelSource(settings.home_dir / "models", STARTER_MODEL)
     name = STARTER_MODEL if model == "starter" else four_bit if mlx else published
-    with Working(f"looking for {name}") as status:
+    with Spinner(f"looking for {name}") as status:
         directory = source.resolve(name, status.show)
     nbytes = sum(f.stat().st_size for f in directory.iterdir())
     found = {"model": name, "directory": str(directory), "bytes": nbytes}

@@ -1,6 +1,6 @@
 """Formatting of values for a terminal.
 
-All text that a command prints goes through `console`, `Working` or `say`. They remove control
+All text that a command prints goes through `console`, `Spinner` or `say`. They remove control
 characters and interpret no markup, so that text of models, clients and servers is safe to print.
 """
 
@@ -50,7 +50,7 @@ def say(text: str, *, is_error: bool = False) -> None:
     typer.echo(printable(text), err=is_error)
 
 
-class Working:
+class Spinner:
     """A context manager that shows a spinner with a text on a terminal.
 
     Print nothing inside it: rich redirects standard output to standard error meanwhile.
@@ -68,7 +68,6 @@ class Working:
         self._status.stop()
 
     def show(self, text: str) -> None:
-        """Replace the text."""
         self._status.update(Text(text))
 
 

@@ -41,7 +41,7 @@ def top(
 ) -> None:
     """Watch a server: memory, disk, reuse of the KV cache, and agents. Ctrl-C stops."""
     screen = console()
-    seen = look(client)
+    seen = read_server(client)
     if as_json:
         print_json(seen)
     elif once or not screen.is_terminal:
@@ -50,7 +50,7 @@ def top(
         _watch(client, seen, interval)
 
 
-def look(client: ServerClient) -> Json:
+def read_server(client: ServerClient) -> Json:
     """Read the health, cache statistics and agents of a server."""
     agents = client.call("GET", "/v1/agents", params={"limit": _MAX_AGENTS})
     health = client.call("GET", "/health")
@@ -67,7 +67,7 @@ def _watch(client: ServerClient, seen: Json, interval: float) -> None:
             time.sleep(interval)
             before = seen
             try:
-                seen = look(client)
+                seen = read_server(client)
             except ServerError as error:
                 gone = Panel(Text(error.message), title="waiting", border_style="red")
                 live.update(gone, refresh=True)
@@ -150,7 +150,7 @@ def _now(cache: Json, before: Json | None, interval: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class BenchResult:
     """The results of one benchmark run, as medians over its rounds.
 
     Attributes:
@@ -179,14 +179,16 @@ def bench(
 
     Creates a few agents, measures them and deletes them; other agents are not affected.
     """
-    card = measure(client, tokens, rounds, is_shown=not as_json)
+    result = measure(client, tokens, rounds, is_shown=not as_json)
     if as_json:
-        print_json(asdict(card))
+        print_json(asdict(result))
     else:
-        _print_card(card)
+        _print_result(result)
 
 
-def measure(client: ServerClient, tokens: int, rounds: int, *, is_shown: bool = False) -> Card:
+def measure(
+    client: ServerClient, tokens: int, rounds: int, *, is_shown: bool = False
+) -> BenchResult:
     """Run the rounds; each creates a new agent, so that no part of its prompt is cached."""
     health = client.call("GET", "/health")
     waits: dict[str, list[float]] = {way: [] for way in _WAYS}
@@ -208,7 +210,7 @@ def measure(client: ServerClient, tokens: int, rounds: int, *, is_shown: bool = 
             lengths.append(client.call("GET", f"/v1/agents/{agent}")["tokens"])
         finally:
             client.call("DELETE", f"/v1/agents/{agent}")
-    return Card(
+    return BenchResult(
         __version__,
         f"{platform.machine()}, {platform.system()}",
         health["model"],
@@ -251,13 +253,13 @@ def _timed(client: ServerClient, agent: str, max_tokens: int) -> tuple[float, fl
     return first - started, rate
 
 
-def _print_card(card: Card) -> None:
+def _print_result(result: BenchResult) -> None:
     made = table("prompt's state", ">first token", ">")
-    slowest = card.first_token_s["computed"]
-    for way, seconds in card.first_token_s.items():
+    slowest = result.first_token_s["computed"]
+    for way, seconds in result.first_token_s.items():
         ratio = f"{slowest / seconds:.0f}x" if way != "computed" else ""
         made.add_row(way, f"{seconds * 1000:,.0f} ms", ratio)
-    made.add_row("one stream", f"{card.rate:,.0f} tokens/s", "")
-    title = f"Semantic {card.version}: {card.model} on {card.backend}, {card.machine}"
-    foot = f"{card.prompt_tokens:,} tokens of conversation; medians"
+    made.add_row("one stream", f"{result.rate:,.0f} tokens/s", "")
+    title = f"Semantic {result.version}: {result.model} on {result.backend}, {result.machine}"
+    foot = f"{result.prompt_tokens:,} tokens of conversation; medians"
     console().print(Panel.fit(made, title=Text(title), subtitle=Text(foot)))

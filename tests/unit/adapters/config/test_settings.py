@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from semantic.adapters.config.settings import Settings
-from semantic.adapters.config.sources import load_settings, misspelled
+from semantic.adapters.config.sources import load_settings, unknown_variables
 from semantic.domain.errors import InvalidRequestError
 
 pytestmark = pytest.mark.unit
@@ -93,11 +93,11 @@ def test_a_dotenv_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
 
 def test_unknown_settings_are_reported_with_the_nearest_name() -> None:
     known = {"SEMANTIC_PORT": "1", "SEMANTIC_ENVIRONMENT": "x", "semantic_host": "h", "PROT": "1"}
-    assert misspelled(known) == []
-    assert misspelled({"SEMANTIC_PROT": "1", **known}) == [
+    assert unknown_variables(known) == []
+    assert unknown_variables({"SEMANTIC_PROT": "1", **known}) == [
         "unknown setting SEMANTIC_PROT, ignored; did you mean SEMANTIC_PORT?"
     ]
-    assert misspelled({"Semantic_Xyz": "1"}) == ["unknown setting Semantic_Xyz, ignored"]
+    assert unknown_variables({"Semantic_Xyz": "1"}) == ["unknown setting Semantic_Xyz, ignored"]
 
 
 def test_a_name_that_is_no_setting_is_an_error_in_files(tmp_path: Path) -> None:

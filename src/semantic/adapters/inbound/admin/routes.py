@@ -146,7 +146,6 @@ class AdminApi:
         self._runtime = runtime
 
     def router(self) -> APIRouter:
-        """Build the router of all endpoints."""
         router = APIRouter(prefix="/admin", tags=["admin"], responses=refusals(400, 404, 409, 503))
         add = router.add_api_route
         add("/models", self.models, methods=["GET"])

@@ -84,7 +84,6 @@ class Metrics:
         return Histogram(f"semantic_{name}", text, buckets=buckets, registry=self.registry)
 
     def observe(self, measure: Measure, value: float) -> None:
-        """Record a measurement in its histogram."""
         self._measures[measure].observe(value)
 
     def begin(self, trace: RequestTrace, request_id: str, agent_id: str, model: str) -> None:
@@ -95,7 +94,6 @@ class Metrics:
             structlog.contextvars.bind_contextvars(trace_id=trace_id)
 
     def end(self, trace: RequestTrace, end: RequestEnd) -> None:
-        """Record a request's latencies; ends its span."""
         now = time.monotonic()
         self._duration.observe(now - trace.received)
         if trace.first_token is not None:
@@ -110,7 +108,9 @@ class Metrics:
         if self.tracer is not None:
             self.tracer.persisted(trace, started)
 
-    def read(self, cache: CacheService, watch: TurnWatch, state: Callable[[], ModelState]) -> None:
+    def register_server(
+        self, cache: CacheService, watch: TurnWatch, state: Callable[[], ModelState]
+    ) -> None:
         """Register a collector for the counts and the current usage of the server."""
         self.registry.register(ServerCollector(self.counts, cache, watch, state))
 
@@ -174,7 +174,6 @@ class ServerCollector(Collector):
         self._rate = TokenRate()
 
     def collect(self) -> Iterator[Metric]:
-        """Read all counts and usage values."""
         yield from self._requests()
         yield from self._tokens()
         yield from self._blocks()

@@ -54,7 +54,7 @@ function App() {
     <${Rail} view=${view} id=${id} onHelp=${() => setHelp(true)} />
     <main>
       ${known.link === "down" && html`<p class="down" role="alert"><i class="dot" />The server does not answer. This page shows the last known state and retries.</p>`}
-      <${Guard} key=${view}><${View} id=${id} go=${go} /><//>
+      <${ErrorBoundary} key=${view}><${View} id=${id} go=${go} /><//>
     </main>
     <${Toasts} />
     ${known.needsKey ? html`<${KeyDialog} />` : openDialog()}
@@ -63,7 +63,7 @@ function App() {
 }
 
 /** Shows the error of a view that fails; other views still work. */
-class Guard extends Component {
+class ErrorBoundary extends Component {
   componentDidCatch(error) {
     console.error(error);
     this.setState({ error });
