@@ -169,10 +169,10 @@ def test_no_draft_changes_a_reply(
         for run in going:
             reply = expected[run.num_prompt]
             room = backend.traits.draft_end - len(run.tokens)
-            guesses = reply[len(run.reply) : len(run.reply) + max(0, min(4, room))]
-            guesses[wrong : wrong + 1] = [95] * (wrong < len(guesses))
-            masks = (None,) * len(guesses)
-            chunks.append(replace(run.chunk(), draft=tuple(guesses), masks=masks))
+            draft = reply[len(run.reply) : len(run.reply) + max(0, min(4, room))]
+            draft[wrong : wrong + 1] = [95] * (wrong < len(draft))
+            masks = (None,) * len(draft)
+            chunks.append(replace(run.chunk(), draft=tuple(draft), masks=masks))
         rows = step(backend, *chunks, other.chunk())
         other.take(other.chunk(), rows[-1])
         for run, chunk, row in zip(going, chunks, rows, strict=False):

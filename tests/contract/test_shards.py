@@ -144,7 +144,7 @@ def test_only_draft_tokens_that_every_rank_accepts_count() -> None:
     run = begin(backend, 0, tokens)
     chunk = replace(run.chunk(), draft=tuple(expected[:4]))
     row = sampled(step(backend, chunk)[0])
-    assert [guess.token for guess in row.accepted] == expected[:1]
+    assert [accepted.token for accepted in row.accepted] == expected[:1]
     assert row.token == expected[1]
     run.tokens += expected[:2]
     run.num_held = len(tokens) + 1

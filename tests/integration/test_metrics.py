@@ -133,7 +133,7 @@ def use_everything(running: RunningServer, seen: Seen) -> None:
         for agent in ("alike", "twin", "twin"):
             ask(http, agent, "The same beginning. " * 60)
         crowd(running, http)
-        for number in range(4):  # what one has said is guessed for the next
+        for number in range(4):  # the text of one is drafted for the next
             ask(http, f"echo-{number}", "Say it again.", 64)
         assert ask(http, "long", "too long" * 20_000).status_code == 400
         with http.stream("POST", "/v1/chat/completions", json=ENDLESS) as reply:

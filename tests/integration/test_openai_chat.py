@@ -76,7 +76,7 @@ def test_a_prediction_is_used_and_its_accepted_tokens_are_reported(client: opena
         return bool(accepted)
 
     text, _ = ask()
-    # Whether guesses pay is measured; where they did not, they are tried again later.
+    # The server measures whether drafts save time; where they do not, it tries again later.
     await_that(lambda: is_taken(text))
     await_that(lambda: is_taken([{"type": "text", "text": text}]))
     wrong, _ = ask(prediction={"type": "content", "content": "nothing of the kind"})

@@ -38,6 +38,19 @@ def join(listener: RankListener, key: bytes = KEY) -> tuple[threading.Thread, li
     return thread, got
 
 
+def welcome_rank(listener: RankListener) -> None:
+    """Let a rank join and receive its first message."""
+    rank, got = join(listener)
+    joined = listener.accept(60)
+    assert joined is not None
+    link, host = joined
+    assert host == HOST
+    link.send("welcome")
+    rank.join(60)
+    link.close()
+    assert got == ["welcome"]
+
+
 @pytest.mark.parametrize("sent", [b"", b"\x00", b"\x00\x00\x00\x14too short"])
 def test_a_silent_or_incomplete_connection_blocks_no_rank(
     listener: RankListener, sent: bytes
@@ -45,28 +58,14 @@ def test_a_silent_or_incomplete_connection_blocks_no_rank(
     with socket.create_connection((HOST, listener.port)) as silent:
         silent.sendall(sent)
         assert listener.accept(0.2) is None
-        rank, got = join(listener)
-        joined = listener.accept(60)
-        assert joined is not None
-        link, host = joined
-        assert host == HOST
-        link.send("welcome")
-        rank.join(60)
-        link.close()
-        assert got == ["welcome"]
+        welcome_rank(listener)
 
 
 def test_a_wrong_key_is_refused_and_the_next_rank_joins(listener: RankListener) -> None:
     stranger, refused = join(listener, b"another key")
-    rank, got = join(listener)
-    joined = listener.accept(60)
-    assert joined is not None
-    joined[0].send("welcome")
+    welcome_rank(listener)
     stranger.join(60)
-    rank.join(60)
-    joined[0].close()
     assert isinstance(refused[0], AuthenticationError | EOFError | OSError)
-    assert got == ["welcome"]
 
 
 def test_a_connection_that_proves_nothing_in_time_is_closed() -> None:
@@ -82,15 +81,9 @@ def test_a_connection_that_proves_nothing_in_time_is_closed() -> None:
 
 def test_of_too_many_connections_the_oldest_is_closed(listener: RankListener) -> None:
     sockets = [socket.create_connection((HOST, listener.port)) for _ in range(66)]
-    rank, got = join(listener)
-    joined = listener.accept(60)
-    assert joined is not None
-    joined[0].send("welcome")
-    rank.join(60)
-    joined[0].close()
+    welcome_rank(listener)
     sockets[0].settimeout(60)
     while sockets[0].recv(1024):
         pass
     for each in sockets:
         each.close()
-    assert got == ["welcome"]

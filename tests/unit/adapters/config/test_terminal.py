@@ -18,7 +18,7 @@ pytestmark = pytest.mark.unit
         ("half \ud800", "half \ufffd"),
     ],
 )
-def test_what_would_command_a_terminal_is_removed(text: str, shown: str) -> None:
+def test_terminal_control_sequences_are_removed(text: str, shown: str) -> None:
     assert printable(text) == shown
     assert printable_line(text) == shown.replace("\n", "\\n")
 

@@ -149,7 +149,7 @@ def test_a_conversation_that_was_edited_begins_anew(agents: AgentLedger) -> None
     assert [message.text for message in third.messages] == texts_of(agents) == ["1", "new"]
 
 
-def test_what_went_elsewhere_is_not_logged(agents: AgentLedger) -> None:
+def test_a_turn_that_continues_a_removed_turn_or_agent_is_refused(agents: AgentLedger) -> None:
     first, _ = talk(agents, 2)
     agents.rewind("local", "a", first.id)
     with pytest.raises(ConflictError):

@@ -381,7 +381,7 @@ def torn(make_rig: MakeRig) -> tuple[MemoryRig, TornLedger]:
     return rig, ledger
 
 
-def test_what_fails_for_one_agent_is_done_for_the_others(
+def test_upkeep_that_fails_for_one_agent_continues_for_the_others(
     torn: tuple[MemoryRig, TornLedger],
 ) -> None:
     rig, ledger = torn

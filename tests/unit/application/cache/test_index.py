@@ -53,7 +53,7 @@ def test_every_way_is_followed_not_only_the_longest_first_block(index: BlockInde
     assert matched(index, [1, 2, 3, 4, 5, 6, 7]) == ([short.name, rest.name], 7)
 
 
-def test_what_has_no_full_state_is_a_boundary_and_no_way(index: BlockIndex) -> None:
+def test_a_node_without_full_state_is_a_boundary_and_not_on_the_path(index: BlockIndex) -> None:
     boundary = add(index, [1, 2], full=False)
     block = add(index, [1, 2, 3, 4])
     match = index.match(ROOT, pack_tokens([1, 2, 3, 4, 5]), 4)
@@ -69,7 +69,7 @@ def test_a_whole_block_is_preferred_to_a_slice_of_a_longer_one(index: BlockIndex
     assert matched(index, [1, 2, 5]) == ([short.name], 2)
 
 
-def test_what_is_touched_goes_last_and_its_chain_after_it(index: BlockIndex) -> None:
+def test_a_touched_chain_is_evicted_last(index: BlockIndex) -> None:
     first = add(index, [1, 2, 3, 4])
     second = add(index, [5], first)
     other = add(index, [9])

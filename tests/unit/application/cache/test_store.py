@@ -59,7 +59,7 @@ def test_the_version_changes_with_what_a_plan_depends_on_and_nothing_else() -> N
     assert len(set(versions)) == 4
 
 
-def test_of_two_known_beginnings_the_longer_is_taken() -> None:
+def test_the_longer_of_two_known_prefixes_is_used() -> None:
     store = store_of(8)
     store.seal(ROOT, ROOT, [1, 2], payload(0, 2))
     store.seal(ROOT, ROOT, [1, 2, 3, 4, 5], payload(0, 5))
@@ -136,7 +136,7 @@ def test_a_block_takes_as_long_to_seal_however_many_it_follows(num_old: int) -> 
     assert many["call"] < 15 * few["call"]
 
 
-def test_what_was_used_gives_way_from_its_end() -> None:
+def test_a_used_chain_is_evicted_from_its_end() -> None:
     store = store_of(6)
     store.touch_chain(seal_chain(store, 1, 6)[-1])
     seal_chain(store, 2, 2)

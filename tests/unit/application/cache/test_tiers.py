@@ -202,7 +202,7 @@ def test_many_at_once_with_room_for_a_few_parts(start: Start, num_parts: int) ->
     assert bench.most_outside == 0  # between steps there is nothing that was read and not taken
 
 
-def test_what_all_share_is_read_once_and_held_until_the_last_has_it(start: Start) -> None:
+def test_a_shared_part_is_read_once_and_pinned_until_the_last_request_has_it(start: Start) -> None:
     jobs = [talk(name, 6, head="h" * (5 * BLOCK_TOKENS)) for name in "pqrs"]
     start().serve(*jobs)
     bench = start(live_bytes(*jobs) + 12 * PART_BYTES)
@@ -225,7 +225,7 @@ def test_running_sequences_come_before_what_is_read_ahead(start: Start) -> None:
 # -- without room -------------------------------------------------------------------------------
 
 
-def test_alone_without_room_for_one_part_it_is_computed(start: Start) -> None:
+def test_a_request_alone_without_room_for_one_part_is_computed(start: Start) -> None:
     job = talk("p", 4)
     start().serve(job)
     bench = start(FakeBackend(SPEC).bytes_for([len(job.tokens) + 3]) + BLOCK_BYTES // 2)
@@ -236,7 +236,7 @@ def test_alone_without_room_for_one_part_it_is_computed(start: Start) -> None:
 
 
 @pytest.mark.parametrize("room", [PART_BYTES, live_bytes(talk("p", 1))])
-def test_alone_the_room_it_will_decode_in_is_enough(start: Start, room: int) -> None:
+def test_a_request_alone_restores_into_the_room_it_decodes_in(start: Start, room: int) -> None:
     job = talk("p", 4)
     start().serve(job)
     bench = start(FakeBackend(SPEC).bytes_for([len(job.tokens)]) + room)
@@ -245,7 +245,7 @@ def test_alone_the_room_it_will_decode_in_is_enough(start: Start, room: int) -> 
     assert bench.num_read("p") == 4 * BLOCK_TOKENS
 
 
-def test_when_room_is_gone_it_goes_on_from_what_is_loaded(
+def test_a_restore_that_runs_out_of_room_continues_from_the_loaded_parts(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = talk("p", 4)
@@ -294,7 +294,7 @@ def test_idle_copies_give_way_to_what_is_to_be_read(
     bench.store.unreserve(taken)
 
 
-def test_two_that_starve_each_other_go_one_after_the_other(start: Start) -> None:
+def test_two_restores_that_starve_each_other_run_one_after_the_other(start: Start) -> None:
     spec = fake_spec(block_tokens=BLOCK_TOKENS, window=3 * BLOCK_TOKENS)
     jobs = [talk(name, 6) for name in "pq"]
     start(spec=spec).serve(*jobs)
@@ -308,7 +308,7 @@ def test_two_that_starve_each_other_go_one_after_the_other(start: Start) -> None
     assert all(bench.num_read(job.id) == 6 * BLOCK_TOKENS for job in jobs)
 
 
-def test_the_only_one_does_not_end_because_others_are_being_read(start: Start) -> None:
+def test_the_only_running_request_waits_while_others_are_read(start: Start) -> None:
     grown, queued = talk("p", 2, num_reply=4 * BLOCK_TOKENS), talk("q", 2)
     start().serve(queued)
     most = FakeBackend(SPEC).bytes_for([len(grown.tokens) + 4 * BLOCK_TOKENS + 1])
@@ -501,7 +501,7 @@ scenarios = st.builds(
 
 @settings(max_examples=30, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(scenario=scenarios)
-def test_whatever_the_room_and_the_order_it_is_right_and_within_the_budget(
+def test_with_any_budget_and_order_replies_are_right_and_memory_is_within_the_budget(
     scenario: Scenario,
 ) -> None:
     spec, head = scenario.spec, "h" * scenario.num_shared

@@ -50,7 +50,7 @@ def agent(name: str) -> Agent:
 # -- writing behind -----------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_the_queue_is_offered_again(make_rig: MakeRig) -> None:
+def test_a_part_that_does_not_fit_the_queue_is_offered_again(make_rig: MakeRig) -> None:
     rig = make_rig(queue=2 * BLOCK_BYTES)
     rig.files.write_gate.clear()
     rig.seal(list(range(20)))
@@ -62,7 +62,7 @@ def test_what_does_not_fit_the_queue_is_offered_again(make_rig: MakeRig) -> None
     assert rig.store.usage().held == 0
 
 
-def test_what_is_offered_after_the_end_is_not_taken(make_rig: MakeRig) -> None:
+def test_a_part_offered_after_close_is_refused(make_rig: MakeRig) -> None:
     """Its callback would never come, and memory would stay held for it."""
     rig = make_rig()
     assert rig.disk.close(60)
@@ -233,7 +233,7 @@ def sealed(rig: MemoryRig, first: int, num_blocks: int) -> list[BlockName]:
     return [node.name for node in rig.store.chain(pointer or ROOT)]
 
 
-def test_what_was_recalled_is_young(make_rig: MakeRig) -> None:
+def test_a_recalled_block_counts_as_recently_used(make_rig: MakeRig) -> None:
     rig = make_rig(disk=3 * FILE_BYTES + ROOM)
     first, second = sealed(rig, 1, 2), sealed(rig, 2, 2)
     rig.now[0] += 1
@@ -301,7 +301,7 @@ def test_a_ledger_larger_than_the_budget_costs_no_file(make_rig: MakeRig) -> Non
     assert len(stored(rig)) == 4
 
 
-def test_beside_a_large_ledger_no_more_goes_than_must(make_rig: MakeRig) -> None:
+def test_beside_a_large_ledger_only_the_needed_blocks_are_evicted(make_rig: MakeRig) -> None:
     rig = make_rig(disk=10**7)
     rig.files.other = 10**7 - 5 * FILE_BYTES - ROOM
     names = [name for first in range(6) for name in sealed(rig, first, 1)]
@@ -310,7 +310,7 @@ def test_beside_a_large_ledger_no_more_goes_than_must(make_rig: MakeRig) -> None
     assert stored(rig) == {*names[2:], newest}
 
 
-def test_what_could_not_make_room_stays(make_rig: MakeRig) -> None:
+def test_blocks_stay_if_evicting_them_makes_no_room(make_rig: MakeRig) -> None:
     rig = make_rig(disk=3 * FILE_BYTES + ROOM)
     others, pinned = sealed(rig, 1, 1), sealed(rig, 2, 3)
     for node in rig.store.nodes():
@@ -321,7 +321,7 @@ def test_what_could_not_make_room_stays(make_rig: MakeRig) -> None:
     assert "no block can be evicted" in rig.disk.problem
 
 
-def test_what_could_not_make_room_in_a_tenants_share_stays(rig: MemoryRig) -> None:
+def test_blocks_stay_if_evicting_them_makes_no_room_in_the_tenants_quota(rig: MemoryRig) -> None:
     others, pinned = sealed(rig, 1, 1), sealed(rig, 2, 3)
     rig.restart(RigLimits(disk=DiskLimits(10**7, 10**6, tenant_bytes=lambda _: ROOM)))
     for node in rig.store.nodes():

@@ -343,7 +343,7 @@ class PutsOff(FaultyBackend):
         self.num_put_off = 0
 
 
-def test_what_is_put_off_is_begun_by_the_end_of_a_step() -> None:
+def test_deferred_work_starts_by_the_end_of_a_step() -> None:
     backend = PutsOff(fake_spec(block_tokens=8))
     rig = make_rig(backend=backend)
     rig.engine.submit(make_job("a", "x" * 40, max_tokens=20))

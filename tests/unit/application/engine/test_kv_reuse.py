@@ -124,7 +124,9 @@ def test_a_request_that_waited_is_planned_again_without_what_was_evicted_meanwhi
         (7, ServiceClass.INTERACTIVE),  # less than a block
     ],
 )
-def test_what_is_not_waited_for(common: int, service_class: ServiceClass) -> None:
+def test_requests_do_not_wait_for_short_or_background_prefixes(
+    common: int, service_class: ServiceClass
+) -> None:
     rig = make_rig(limits=EngineLimits(prefill_step_size=4))
     rig.submit(make_job("old", "c" * common + "o" * 30, service_class=service_class))
     rig.submit(make_job("young", "c" * common + "y" * 30))

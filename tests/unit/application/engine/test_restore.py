@@ -172,7 +172,7 @@ def test_where_tokens_came_from(setting: Setting) -> None:
     assert (reuse.pool, reuse.disk, reuse.computed) == (4, 8, 3)
 
 
-def test_what_was_read_ahead_for_it_came_from_disk(setting: Setting) -> None:
+def test_prefetched_parts_count_as_read_from_disk(setting: Setting) -> None:
     setting.arrive(0, 1, 2)
     restore = setting.restore({setting.keys[1]})
     assert restore.advance(setting.backend, 10**9)
@@ -183,7 +183,7 @@ def test_what_was_read_ahead_for_it_came_from_disk(setting: Setting) -> None:
 # -- room ---------------------------------------------------------------------------------------
 
 
-def test_with_room_for_one_it_goes_on_one_by_one(setting: Setting) -> None:
+def test_with_room_for_one_part_a_restore_loads_one_by_one(setting: Setting) -> None:
     setting.source.room = 1
     restore = setting.restore()
     for place in range(3):
@@ -195,7 +195,7 @@ def test_with_room_for_one_it_goes_on_one_by_one(setting: Setting) -> None:
     assert setting.source.is_idle
 
 
-def test_without_room_it_is_starved_and_asks_again(setting: Setting) -> None:
+def test_a_restore_without_room_is_starved_and_asks_again(setting: Setting) -> None:
     setting.source.room = 0
     restore = setting.restore()
     assert not restore.advance(setting.backend, 10**9)
@@ -236,7 +236,7 @@ def test_only_a_little_is_held_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(setting.source.held) == setting.keys[1:]
 
 
-def test_closed_in_the_middle_it_lets_go_of_everything(setting: Setting) -> None:
+def test_a_restore_closed_in_the_middle_releases_everything(setting: Setting) -> None:
     setting.arrive(0)
     restore = setting.restore()
     assert not restore.advance(setting.backend, 10**9)

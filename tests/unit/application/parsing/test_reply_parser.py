@@ -127,7 +127,7 @@ def test_thinking_and_text_add_up_to_the_whole_reply(text: str) -> None:
 
 @pytest.mark.parametrize("mishap", [m for m in MISHAPS if "|channel|" not in m and "cut" not in m])
 @pytest.mark.parametrize("tools", [t for t in ToolFormat if t is not ToolFormat.HARMONY])
-def test_what_is_no_call_comes_back_as_it_was(tools: ToolFormat, mishap: str) -> None:
+def test_markup_that_is_no_call_is_returned_unchanged(tools: ToolFormat, mishap: str) -> None:
     events = parse(mishap, ReplyFormat(tools))
     if not calls_of(events):
         assert events == [TextDelta(mishap), END]
@@ -282,7 +282,7 @@ def test_a_call_that_was_cut_off_is_never_complete_and_never_text(
         ),
     ],
 )
-def test_what_is_complete_of_a_call_that_was_cut_off(
+def test_the_complete_part_of_a_truncated_call_is_kept(
     tools: ToolFormat, text: str, written: str
 ) -> None:
     events = parse(text, ReplyFormat(tools), end=CUT[0])

@@ -198,7 +198,7 @@ def test_a_reply_that_is_only_looked_at_gets_no_younger() -> None:
     assert shelf.replies.lookup(KEY, is_used=False) is None
 
 
-def test_it_is_written_once_a_day_and_again_when_that_is_forgotten(
+def test_a_use_is_written_once_a_day_and_again_when_that_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(replay, "_MAX_WRITTEN", 1)

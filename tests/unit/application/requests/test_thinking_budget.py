@@ -98,7 +98,7 @@ class Letters:
         return other
 
 
-def test_what_else_is_required_comes_first() -> None:
+def test_an_inner_constraint_comes_before_the_budget() -> None:
     inner = Letters()
     constraint = ThinkingBudget(0, counter(is_open=True), WAY_OUT, 256, inner)
     assert constraint.allowed() == inner.allowed()

@@ -61,17 +61,19 @@ def test_a_thread_is_taken_back_for_an_idle_core(
     assert threads.number == number
 
 
-def test_threads_that_hardly_ran_are_not_reduced() -> None:
+@pytest.mark.parametrize(
+    "running,waiting,seconds",
+    [
+        pytest.param(0.01, 0.05, 10, id="threads hardly ran"),
+        pytest.param(0.1, 0.1, 0.1, id="too soon after the last look"),
+    ],
+)
+def test_the_number_stays_after_too_little_use(
+    running: float, waiting: float, seconds: float
+) -> None:
     machine = Machine()
     threads = count(machine, 2)
-    machine.go_on(running=0.01, waiting=0.05, idle=0, seconds=10)
-    assert not threads.adapt()
-
-
-def test_it_looks_around_now_and_then_only() -> None:
-    machine = Machine()
-    threads = count(machine, 2)
-    machine.go_on(running=0.1, waiting=0.1, idle=0, seconds=0.1)
+    machine.go_on(running, waiting, idle=0, seconds=seconds)
     assert not threads.adapt()
 
 

@@ -84,7 +84,7 @@ def signer(content: bytes) -> str:
 
 
 @pytest.mark.parametrize("size", [1, 7, 10**6])
-def test_what_was_written_is_read(size: int) -> None:
+def test_a_written_archive_is_read_back(size: int) -> None:
     head, turn, *parts = read(CONTENT, size)
 
     assert (head, turn) == (HEAD, TURN)

@@ -60,7 +60,7 @@ def test_the_marker_and_the_directory_are_the_owners_alone(tmp_path: Path) -> No
     assert (tmp_path / "cache" / MARKER_FILE).stat().st_mode & 0o777 == 0o600
 
 
-def test_what_others_could_read_in_a_cache_they_can_no_more(tmp_path: Path) -> None:
+def test_claiming_a_cache_removes_the_permissions_of_others(tmp_path: Path) -> None:
     (tmp_path / "outside").touch(mode=0o644)
     directory = tmp_path / "cache"
     claim(directory)

@@ -118,7 +118,7 @@ def test_any_agent_comes_back_as_it_was(agent: Agent) -> None:
     assert decode_agent(agent.tenant, agent.id, encode_agent(agent)) == agent
 
 
-def test_what_json_has_not_is_stored_as_what_it_has() -> None:
+def test_values_without_a_json_form_are_stored_as_the_nearest_one() -> None:
     half, number = "half \ud800", float("nan")
     call = ToolUsePart("c1", "read", {half: [half, number, float("inf")]})
     body = TurnBody((Message(Role.USER, (TextPart(half), call)),), Usage(1))

@@ -89,6 +89,13 @@ def cut(path: Path, share: float) -> None:
         file.truncate(int(path.stat().st_size * share))
 
 
+def zero_first_page(path: Path, table: str) -> None:
+    with closing(sqlite3.connect(path)) as other:
+        query = "SELECT rootpage FROM sqlite_master WHERE name = ?"
+        (page,) = other.execute(query, [table]).fetchone()
+    overwrite(path, (page - 1) * PAGE, bytes(PAGE))
+
+
 def change_text(path: Path, old: bytes, new: bytes) -> None:
     """Change text as it lies on disk, so that no page looks wrong."""
     data = path.read_bytes()
@@ -189,10 +196,7 @@ def test_any_bytes_may_be_overwritten(filled: Path, data: st.DataObject) -> None
 
 def test_what_is_newer_than_the_backup_is_saved_where_it_can_be_read(directory: Path) -> None:
     # Not a page of agents or turns, which are still read to the last row.
-    with closing(sqlite3.connect(directory / "ledger.db")) as other:
-        query = "SELECT rootpage FROM sqlite_master WHERE name = 'replays'"
-        (page,) = other.execute(query).fetchone()
-    overwrite(directory / "ledger.db", (page - 1) * PAGE, bytes(PAGE))
+    zero_first_page(directory / "ledger.db", "replays")
 
     with closing(SqliteLedger(directory)) as ledger:
         state = ledger.load()
@@ -206,10 +210,7 @@ def test_what_was_removed_after_the_backup_stays_removed(directory: Path) -> Non
     with closing(SqliteLedger(directory)) as ledger:
         ledger.load()
         ledger.apply([DropAgent("local", "a7")], is_synced=False)
-    with closing(sqlite3.connect(directory / "ledger.db")) as other:
-        query = "SELECT rootpage FROM sqlite_master WHERE name = 'parts'"
-        (page,) = other.execute(query).fetchone()
-    overwrite(directory / "ledger.db", (page - 1) * PAGE, bytes(PAGE))
+    zero_first_page(directory / "ledger.db", "parts")
 
     with closing(SqliteLedger(directory)) as ledger:
         assert {agent.id for agent in ledger.load().agents} == set(AGENTS) - {"a7"}

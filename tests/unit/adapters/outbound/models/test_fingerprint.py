@@ -45,7 +45,7 @@ def flip(path: Path, index: int) -> None:
     path.write_bytes(content)
 
 
-def test_it_is_the_same_for_a_copy_elsewhere(model: Path, tmp_path: Path) -> None:
+def test_a_copy_has_the_same_fingerprint(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "copy")
     found = fingerprint(model, None)
     assert len(bytes.fromhex(found)) == 32
@@ -76,7 +76,7 @@ def test_a_file_that_comes_along_counts(model: Path) -> None:
     assert fingerprint(model, None) != before
 
 
-def test_what_decides_nothing_does_not_count(model: Path) -> None:
+def test_files_that_do_not_affect_tokens_do_not_count(model: Path) -> None:
     before = fingerprint(model, None)
     (model / "generation_config.json").write_text('{"temperature": 0}')
     (model / "README.md").write_text("the same model")
@@ -150,7 +150,7 @@ def cache_file(tmp_path: Path) -> Path:
     return tmp_path / "state" / "fingerprints.json"
 
 
-def test_it_is_kept_by_size_and_time(model: Path, cache_file: Path) -> None:
+def test_a_fingerprint_is_cached_by_size_and_time(model: Path, cache_file: Path) -> None:
     found = fingerprint(model, cache_file)
     times = shard(model).stat()
     flip(shard(model), -1)

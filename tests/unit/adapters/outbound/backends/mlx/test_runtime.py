@@ -38,7 +38,7 @@ def test_importing_the_library_keeps_the_limit_of_open_files() -> None:
         ("Linux", "x86_64", False, False),
     ],
 )
-def test_where_it_is_preferred(
+def test_mlx_is_preferred_on_these_machines(
     monkeypatch: pytest.MonkeyPatch, system: str, machine: str, cuda: bool, expected: bool
 ) -> None:
     monkeypatch.setattr("platform.system", lambda: system)
@@ -48,7 +48,7 @@ def test_where_it_is_preferred(
     assert runtime.is_preferred() == expected
 
 
-def test_it_is_not_preferred_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlx_is_not_preferred_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     installed = {"torch"}

@@ -30,7 +30,7 @@ def test_a_failed_copy_is_reported_to_its_reader_alone() -> None:
 
 
 @needs_cuda
-def test_what_leaves_is_as_it_was_when_it_was_asked_for() -> None:
+def test_a_copy_has_the_state_at_the_time_of_the_call() -> None:
     """The sequence continues at once, and its buffers are overwritten."""
     made = copies.DeviceCopies(pinned.shared_memory(2**28), torch.device("cuda"))
     state = torch.randn((4, 2, 3000, 64), device="cuda", dtype=torch.bfloat16)

@@ -62,7 +62,7 @@ def test_each_row_is_multiplied(dtype: Any, num_rows: int, shape: tuple[int, int
 @pytest.mark.parametrize("added", [None, "bias", "rows"])
 @pytest.mark.parametrize("is_normed", [False, True])
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_what_comes_before_and_after_is_done_on_the_way(
+def test_norms_gates_and_additions_are_fused(
     dtype: Any,
     num_rows: int,
     shape: tuple[int, int],
