@@ -130,7 +130,7 @@ def test_health_reports_a_hung_engine_and_its_recovery(tmp_path: Path) -> None:
 def test_a_dead_engine(tmp_path: Path) -> None:
     with run_server(make_settings(tmp_path)) as running, running.client() as http:
         backend_of(running).launch = broken
-        backend_of(running).close = broken
+        backend_of(running).close_sequence = broken
         assert ask(http, "dead", "Is anybody there?").status_code == 500
         await_that(lambda: told(http)[0] == "failed")
         assert statuses(http) == probed(503, 503, 503)

@@ -144,4 +144,4 @@ def as_backend_error(error: Exception) -> SemanticError:
         raise error
     if isinstance(error, SemanticError):
         return error
-    return BackendError(f"the backend failed this request: {type(error).__name__}: {error}")
+    return BackendError(f"the device failed this request: {type(error).__name__}: {error}")
