@@ -1,6 +1,6 @@
 """Drops the blocks that no agent needs.
 
-`eviction.py` says which blocks these are. `Upkeep` calls this module, off the engine's thread.
+`eviction.py` chooses these blocks. `Upkeep` calls this module, off the engine's thread.
 """
 
 import time

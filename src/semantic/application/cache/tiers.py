@@ -197,7 +197,7 @@ class BlockTiers:
     # -- reading --------------------------------------------------------------------------------
 
     def prefetch(self, parts: Iterable[WantedPart]) -> None:
-        """Read parts in order and a few at a time; skips those that find no room at their turn."""
+        """Read parts in order, a few at a time; skips those that do not fit when they are next."""
         self._prefetches.extend(parts)
         self._prefetch_more()
 

@@ -147,7 +147,7 @@ class DiskTier:
             return "; ".join(filter(None, self._problems.values()))
 
     def start(self, is_on_disk: Callable[[Pointer], bool]) -> None:
-        """Start the writer; `is_on_disk` says whether all blocks up to a pointer are on disk."""
+        """Start the writer; `is_on_disk` checks whether all blocks up to a pointer are on disk."""
         self._is_on_disk = is_on_disk
         self._writer.start()
 
@@ -356,7 +356,10 @@ class _Rows:
 
 
 class _RowWriter:
-    """Writes changes in order, many in one transaction. Runs on the writer's thread."""
+    """Writes changes in order, many in one transaction. Runs on the writer's thread.
+
+    `report` gets the source and the reason of a failure, or an empty reason once writing succeeds.
+    """
 
     def __init__(
         self,
@@ -366,19 +369,10 @@ class _RowWriter:
         is_on_disk: Callable[[Pointer], bool],
         report: Callable[[str, str], None],
     ) -> None:
-        """Start empty.
-
-        Args:
-            ledger: Destination of the rows.
-            is_synced: Whether rows must survive a power failure.
-            is_on_disk: Whether the KV cache up to a pointer is on disk.
-            report: Called with the source and the reason of a failure, or with an empty reason once
-                writing succeeds.
-        """
         self._ledger = ledger
         self._is_synced = is_synced
         self._report = report
-        self._turns = _UnsafeTurns(is_on_disk)
+        self._turns = _PendingTurns(is_on_disk)
         self._unwritten: list[_Rows] = []
 
     @property
@@ -447,7 +441,7 @@ def _fail(rows: _Rows, error: CachePersistenceError) -> None:
         rows.done.set_exception(error)
 
 
-class _UnsafeTurns:
+class _PendingTurns:
     """Turns whose rows are queued or written but whose blocks may not be on disk yet."""
 
     def __init__(self, is_on_disk: Callable[[Pointer], bool]) -> None:
@@ -471,10 +465,10 @@ class _UnsafeTurns:
 
     def take(self) -> tuple[MarkDurable, ...]:
         """Return marks for turns that are durable once the changes noted so far are written."""
-        safe = [turn for turn, pointer in self._waiting.items() if self._is_on_disk(pointer)]
-        for turn_id in safe:
+        durable = [turn for turn, pointer in self._waiting.items() if self._is_on_disk(pointer)]
+        for turn_id in durable:
             del self._waiting[turn_id]
-        return tuple(MarkDurable(turn_id) for turn_id in safe)
+        return tuple(MarkDurable(turn_id) for turn_id in durable)
 
 
 def _megabytes(nbytes: int) -> str:

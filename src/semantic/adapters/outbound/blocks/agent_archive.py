@@ -59,7 +59,6 @@ class AgentFile:
         self._keys = keys
 
     def write(self, items: Iterable[ExportItem]) -> Iterator[bytes]:
-        """Write an archive, piece by piece."""
         digests: dict[str, str] = {}
         fingerprint, num_turns = "", 0
         for item in items:
@@ -81,7 +80,6 @@ class AgentFile:
         yield END
 
     def check(self, pieces: Iterable[bytes]) -> str:
-        """Read an archive to its end and check its digests; returns the name of its signer."""
         digests: dict[str, str] = {}
         signer = ""
         for member in read_members(pieces):
@@ -94,7 +92,6 @@ class AgentFile:
         return signer
 
     def read(self, pieces: Iterable[bytes], *, has_parts: bool) -> Iterator[ExportItem]:
-        """Read a checked archive; skips blocks unless `has_parts`."""
         json_members = _JsonReader()
         for member in read_members(pieces):
             if member.kind == "block" and has_parts:
@@ -135,7 +132,6 @@ class Member:
     pieces: Iterator[bytes]
 
     def content(self) -> bytes:
-        """Read the content into memory."""
         return b"".join(self.pieces)
 
 

@@ -32,7 +32,12 @@ _log = logging.getLogger(__name__)
 MARKER_FILE, LOCK_FILE = "semantic-cache", "lock"
 _MARKER_TEXT = b"This is a cache directory of Semantic, which writes and deletes files in it.\n"
 _OWN_NAMES = (
-    *(MARKER_FILE, LOCK_FILE, BLOCKS, QUARANTINE, *BACKUP_FILES, MARK_FILE),
+    MARKER_FILE,
+    LOCK_FILE,
+    BLOCKS,
+    QUARANTINE,
+    *BACKUP_FILES,
+    MARK_FILE,
     *(f"{LEDGER_FILE}{suffix}" for suffix in ("", *SIDECARS)),
 )
 # Parts of SQLite's file format: a database's first bytes, and the write-ahead log.
