@@ -21,7 +21,7 @@ JOBS ?= 2
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # -- set-up: each stamp is newer than what it was made from, so a second call does nothing --
 
@@ -115,13 +115,13 @@ test-contract: $(VENV)/.dev ## run the suite every backend must pass
 	@$(PYTEST) -m contract $(ARGS)
 test-integration: $(VENV)/.dev ## run the tests of several real parts together
 	@$(PYTEST) -m integration $(ARGS)
-test-smoke: $(VENV)/.dev ## start a real server and ask it
+test-smoke: $(VENV)/.dev ## start a real server and send it requests
 	@$(PYTEST) -m smoke $(ARGS)
 test-e2e: $(VENV)/.dev ## run whole flows as a user would
 	@$(PYTEST) -m e2e $(ARGS)
 
 .PHONY: chaos
-chaos: $(VENV)/.dev ## kill servers under load, again and again, and check what they left (minutes)
+chaos: $(VENV)/.dev ## kill servers under load repeatedly, and check the directories that they leave (minutes)
 	@$(PYTEST) -s tests/chaos/chaos_kills.py $(ARGS)
 
 .PHONY: soak
@@ -133,10 +133,10 @@ stress: $(VENV)/.dev ## ten agents with fifty rapid requests each, with memory a
 	@$(BIN)/python -m tests.chaos.stress $(ARGS)
 
 .PHONY: attack
-attack: $(VENV)/.dev ## attack servers of its own for MINUTES (10), and say what did not hold; SEED=... repeats
+attack: $(VENV)/.dev ## attack local servers for MINUTES (10), and report broken guarantees; SEED=... repeats a run
 	@$(BIN)/python -m tests.attack.campaign --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-# Clients have dependencies of their own, which must not meet the server's.
+# Clients have their own dependencies, which may conflict with the server's.
 CLIENTS := .clients
 $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
 	@echo "==> installing the clients into $(CLIENTS) (needs npm)"
@@ -156,8 +156,8 @@ clients-openai: ## run real OpenAI clients (Codex, opencode, pi and others; need
 clients clients-openai: $(VENV)/.dev $(CLIENTS)/.ready
 	@CLIENTS_DIR=$(abspath $(CLIENTS)) $(PYTEST) $(TESTS) $(ARGS)
 
-# Ray is the extra cluster's alone, and everything listens to everybody: so without a network, and
-# with all processes ended at the end. Root stays the real one, who runs PostgreSQL as somebody else.
+# Ray belongs to the extra `cluster`. Its processes listen on all addresses, so these tests run without
+# a network, and all processes end with them. Root stays root: it runs PostgreSQL as another user.
 CLUSTER := build/cluster
 ALONE := unshare --net --pid --fork --kill-child --mount-proc
 ALONE += $(if $(filter 0,$(shell id -u)),,--map-current-user --keep-caps)
@@ -191,7 +191,7 @@ wheels: $(WHEELS)/.ready ## build a wheel with the native library for each platf
 	@PYTHONPATH=src $(WHEELS)/bin/python hatch_build.py $(PLATFORMS)
 
 .PHONY: install-test
-install-test: $(VENV)/.serve $(WHEELS)/.ready ## install this machine's wheel with pipx where no compiler is, serve, and ask (minutes, and gigabytes of downloads)
+install-test: $(VENV)/.serve $(WHEELS)/.ready ## install this machine's wheel with pipx without a compiler, serve, and send a request (minutes, and gigabytes of downloads)
 	@$(BIN)/python -m tests.smoke.install_wheel $(WHEELS)/bin/python
 
 .PHONY: lint
@@ -216,7 +216,7 @@ docs-check: $(VENV)/.dev ## build the documentation into site/; broken links are
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 
 .PHONY: check
-check: lint typecheck docs-check ## everything CI runs: format, lint, types, docs, tests, coverage
+check: lint typecheck docs-check ## everything CI runs: format, lint, types, docs, tests, slow tests, coverage
 	@$(MAKE) --no-print-directory test COVERAGE=1
 	@$(MAKE) --no-print-directory test-slow
 	@$(MAKE) --no-print-directory coverage
@@ -273,7 +273,7 @@ bench-quick: $(VENV)/.dev ## a rough version of them, in under two minutes
 	@$(BIN)/python -m benchmarks --quick $(ARGS)
 
 .PHONY: bench-load
-bench-load: $(VENV)/.dev ## the workflow by guidellm, which others wrote, in an environment of its own
+bench-load: $(VENV)/.dev ## measure the workflow with guidellm, a third-party load generator, in its own environment
 	@$(BIN)/python -m benchmarks.bench_load $(ARGS)
 
 .PHONY: experiments
