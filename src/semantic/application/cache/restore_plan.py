@@ -53,12 +53,14 @@ class HeldPart:
         nbytes: Upper bound of the memory it takes.
         future: Its payload; fails with `CacheCorruptionError` if the part cannot be read.
         is_counted: Whether the pool holds it; False while it is being read or if reading failed.
+        was_in_memory: Whether it needed no read. A quick read may be done at once as well.
     """
 
     wanted: WantedPart
     nbytes: int = 0
     future: Future[KVPayload] = field(default_factory=Future)
     is_counted: bool = False
+    was_in_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,7 @@ class BlockTiers:
             if payload is not None:
                 self._count(held)
                 held.nbytes = payload.nbytes
+                held.was_in_memory = True
                 held.future.set_result(payload)
             elif reading is not None:
                 held.nbytes = reading.nbytes

@@ -196,8 +196,7 @@ class Restore:
                 return
             num_bytes += held.nbytes
             is_new = self._wanted.popleft().key in self._prefetched
-            # A part available immediately came from memory; others are being read.
-            self._pending.append(_PendingPart(held, held.future.done() and not is_new))
+            self._pending.append(_PendingPart(held, held.was_in_memory and not is_new))
             if not held.future.done():
                 held.future.add_done_callback(lambda _: self._on_ready())
 

@@ -29,6 +29,7 @@ class Source:
         self.payloads = dict(payloads)
         self.room = 100
         self.arrived: set[PartKey] = set()
+        self.quick: set[PartKey] = set()  # of those that arrived: read at once, not in memory
         self.asked: list[PartKey] = []
         self.held: dict[PartKey, HeldPart] = {}
         self.leased: Counter[PartKey] = Counter()
@@ -38,6 +39,7 @@ class Source:
             return None
         self.asked.append(wanted.key)
         held = self.held[wanted.key] = HeldPart(wanted, self.payloads[wanted.key].nbytes)
+        held.was_in_memory = wanted.key in self.arrived and wanted.key not in self.quick
         self.arrive(*self.arrived)
         return held
 
@@ -175,6 +177,15 @@ def test_where_tokens_came_from(setting: Setting) -> None:
 def test_prefetched_parts_count_as_read_from_disk(setting: Setting) -> None:
     setting.arrive(0, 1, 2)
     restore = setting.restore({setting.keys[1]})
+    assert restore.advance(setting.backend, 10**9)
+    reuse = restore.reuse(12)
+    assert (reuse.pool, reuse.disk) == (8, 4)
+
+
+def test_parts_that_are_read_at_once_count_as_read_from_disk(setting: Setting) -> None:
+    setting.arrive(0, 1, 2)
+    setting.source.quick = {setting.keys[2]}
+    restore = setting.restore()
     assert restore.advance(setting.backend, 10**9)
     reuse = restore.reuse(12)
     assert (reuse.pool, reuse.disk) == (8, 4)
