@@ -409,9 +409,8 @@ def test_preempted_during_a_restore(
     if not subject.is_quick:
         pytest.skip("the file is read before the older one has grown")
     monkeypatch.setattr(tiers, "_NUM_PREFETCHED", 2)  # more would fill the memory, and wait
-    monkeypatch.setattr(
-        restore_plan, "_HALF_LIFE_S", 1e-6
-    )  # the closed gate is no measured slow disk
+    # The closed gate is no measured slow disk.
+    monkeypatch.setattr(restore_plan, "_HALF_LIFE_S", 1e-6)
     # Memory comes in pieces of 256 tokens: two fit until the older grows past that.
     long = [*SYSTEM, *prompt(214, 1)]
     first = benches()
@@ -435,7 +434,10 @@ def test_preempted_during_a_restore(
     bench.run()
     assert bench.reply("older") == alone(older, GREEDY, 200)
     assert bench.reply("young") == alone(said, GREEDY, NUM_REPLY)
-    assert bench.reuse("young").disk >= len(long)
+    # A part that was read for the restore that was given up may be in memory for the next one.
+    reuse = bench.reuse("young")
+    assert reuse.disk > 0
+    assert reuse.disk + reuse.pool >= len(long)
 
 
 # -- with little memory -------------------------------------------------------------------------
