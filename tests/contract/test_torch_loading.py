@@ -10,12 +10,15 @@ from transformers import AutoModelForCausalLM
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import (
     TorchOptions,
+    WeightsOption,
     bypass_hooks,
     choose_device,
     choose_dtype,
     choose_threads,
+    make_plan,
     pick_dtype,
 )
+from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute, ComputeHint
 from tests.contract.driver import begin, prompt
@@ -96,6 +99,18 @@ def test_quantised_weights_need_a_format_with_kernels(
     model = tiny_model("llama")
     with pytest.raises(InvalidRequestError, match="bfloat16"):
         TorchBackend(model.directory, model.spec, TorchOptions(dtype="float16", weights="int8"))
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_quantised_weights_run_in_the_native_library_unless_a_dtype_is_given(
+    tiny_model: GetModel, native: NativeBuild, weights: WeightsOption
+) -> None:
+    if native.library() is None:
+        pytest.skip(native.reason)
+    directory = tiny_model("llama").directory
+    plan = make_plan(directory, TorchOptions(device="cpu", weights=weights, native=native))
+    assert (plan.dtype, plan.library) == (torch.float32, native.library())
+    assert plan.reason == "the native kernels for quantised weights use it"
 
 
 @needs_bfloat16

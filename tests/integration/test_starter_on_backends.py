@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from semantic.adapters.outbound.backends.torch import cpu
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
@@ -144,7 +143,7 @@ def test_log_probabilities_are_closer_to_float32_than_the_librarys(
 
 @pytest.fixture(scope="module")
 def quantised(native: NativeBuild, starter_model_dir: Path) -> Iterator[TorchBackend]:
-    if native.library() is None and not cpu.has_fast_bfloat16():
+    if native.library() is None:
         pytest.skip(f"no kernels for quantised weights: {native.reason}")
     made = make_backend(starter_model_dir, TorchOptions(native=native))
     yield made

@@ -53,15 +53,6 @@ def has_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def has_fast_bfloat16() -> bool:
-    """Whether this is an x86 CPU with bfloat16 instructions (AVX-512 BF16 or AMX).
-
-    On such CPUs PyTorch's bfloat16 kernels run quantised weights. How they compare with the native
-    library has not been measured.
-    """
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
 def speed_up(model: nn.Module, weights: Weights = "full") -> None:
     """Replace linears of a bfloat16 model on a CPU; mutates the model and frees the originals."""
     _merge(model, nn.Linear, weights)

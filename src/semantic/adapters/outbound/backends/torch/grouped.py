@@ -8,9 +8,9 @@ Linears multiply without expanding the whole model's weights. Where there is no 
 full weights are requested, the model is loaded as if it had never been quantised.
 
 `LinearKernel` is what multiplies; `GroupedLinear.pack` chooses one. The native library (see
-`native/`) has kernels for grouped weights on every CPU with its instructions. x86 CPUs with
-bfloat16 instructions use PyTorch's kernels by default, for few rows; for many rows, as in prefill,
-the weights of one linear at a time are expanded.
+`native/`) has kernels for grouped weights on every CPU with its instructions. A model in bfloat16
+uses PyTorch's kernels for few rows; for many rows, as in prefill, the weights of one linear at a
+time are expanded.
 """
 
 import math

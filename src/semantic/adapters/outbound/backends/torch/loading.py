@@ -125,9 +125,10 @@ def make_plan(directory: Path, options: TorchOptions) -> TorchPlan:
     library = native.library() if native else None
     weights: Weights = "full" if options.weights == "auto" else options.weights
     is_keepable = options.weights == options.dtype == "auto" and _is_grouped(directory)
-    if is_keepable and library is not None and not cpu.has_fast_bfloat16():
+    is_quantised = is_keepable or weights != "full"
+    if library is not None and is_quantised and options.dtype == "auto":
         reason = "the native kernels for quantised weights use it"
-        return TorchPlan(device, torch.float32, True, weights, reason, library=library)
+        return TorchPlan(device, torch.float32, is_keepable, weights, reason, library=library)
     dtype, reason = choose_dtype(options.dtype, device, options.hint)
     plan = TorchPlan(device, dtype, False, weights, reason)
     if dtype == torch.float32 and native is not None:
