@@ -6,6 +6,7 @@ import io
 import json
 import socket
 import tarfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from semantic.adapters.inbound.agents import routes
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys
 from semantic.adapters.outbound.blocks.format import KVCodec
 from semantic.ports.storage import ExportItem, ExportPart
@@ -180,6 +182,21 @@ def test_a_file_that_expands_as_files_do_is_imported(shared_http: httpx.Client) 
     answer = shared_http.post("/v1/agents/import", params=query, content=content, headers=headers)
     shared_http.delete("/v1/agents/packed")
     assert answer.status_code == 201
+
+
+def test_an_upload_that_trickles_in_is_refused(
+    shared_http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "_UPLOAD_GRACE_S", 0.05)
+
+    def pieces() -> Iterator[bytes]:
+        yield b"begin"
+        time.sleep(0.1)
+        yield b"end"
+
+    answer = shared_http.post("/v1/agents/import", content=pieces())
+    assert answer.status_code == 400
+    assert "the upload is too slow: 8 bytes" in answer.json()["error"]["message"]
 
 
 class Upload:

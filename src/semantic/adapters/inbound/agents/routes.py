@@ -47,7 +47,7 @@ from semantic.adapters.inbound.wire import client_params
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
 from semantic.domain.agents import Principal, Turn
-from semantic.domain.errors import AgentNotFoundError, OverloadedError
+from semantic.domain.errors import AgentNotFoundError, InvalidRequestError, OverloadedError
 from semantic.ports.inbound import AgentPage, StatefulInferencePort
 
 _MAX_ID = 128
@@ -56,6 +56,8 @@ IMPORT_PATH = "/v1/agents/import"
 _PIECE = 2**20
 _IN_MEMORY = 2**23
 _RETRY_S = 60.0  # delay before a retry when the disk was full
+# Few imports run at once: an upload must be this fast on average after the first seconds.
+_UPLOAD_GRACE_S, _MIN_UPLOAD_RATE = 60.0, 2**16
 _FILE: dict[str, Any] = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
 
@@ -241,7 +243,10 @@ class AgentApi:
             self._transfer.admit_import(self._principal()),
             tempfile.SpooledTemporaryFile(_IN_MEMORY) as file,
         ):
+            started, num_bytes = time.monotonic(), 0
             async for piece in http.stream():
+                num_bytes += len(piece)
+                _require_pace(num_bytes, time.monotonic() - started)
                 await asyncio.to_thread(_store, file, piece)
             imported = await asyncio.to_thread(
                 lambda: self._transfer.import_agent(
@@ -259,6 +264,15 @@ class AgentApi:
 def _random_id(agent_id: str) -> str:
     suffix = f"-{secrets.token_hex(4)}"
     return f"{agent_id[: _MAX_ID - len(suffix)]}{suffix}"
+
+
+def _require_pace(num_bytes: int, elapsed_s: float) -> None:
+    if elapsed_s > _UPLOAD_GRACE_S + num_bytes / _MIN_UPLOAD_RATE:
+        raise InvalidRequestError(
+            f"the upload is too slow: {num_bytes} bytes in {elapsed_s:.0f} s, at least "
+            f"{_MIN_UPLOAD_RATE // 1024} KB/s are required. Copy the file to the server's machine "
+            "and import it there."
+        )
 
 
 def _store(file: "tempfile.SpooledTemporaryFile[bytes]", piece: bytes) -> None:
