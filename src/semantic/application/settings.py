@@ -36,26 +36,30 @@ class EngineLimits:
         ageing_s: Counts from the request's last service; see the scheduler.
     """
 
-    max_batch_size: int = _setting(16, "sequences that run at once", ge=1, le=1024)
-    max_idle: int = _setting(8, "working copies that stay open for their agents' next turns", ge=0)
+    max_batch_size: int = _setting(
+        16, "maximum number of sequences that run at once", ge=1, le=1024
+    )
+    max_idle: int = _setting(
+        8, "idle working copies to keep open for their agents' next turns", ge=0
+    )
     draft_tokens: int = _setting(
-        16, "most draft tokens checked in one step (speculative decoding); 0: none", ge=0, le=16
+        16, "maximum draft tokens checked in one step (speculative decoding); 0: none", ge=0, le=16
     )
     prefill_step_size: int = _setting(
-        4096, "most prompt tokens in one step; a slow device takes fewer", ge=1
+        4096, "maximum prompt tokens in one step; a slow device takes fewer", ge=1
     )
     target_step_ms: float | None = _setting(
-        None, "how long a step may take while others wait (default: 12 decode steps)", gt=0
+        None, "target duration of a step while others decode (default: 12 decode steps)", gt=0
     )
     batch_window_ms: float = _setting(
         5, "how long an idle engine waits for requests that are being prepared", ge=0, le=1000
     )
-    max_queue: int = _setting(256, "requests that may wait", ge=0)
+    max_queue: int = _setting(256, "maximum number of waiting requests", ge=0)
     ageing_s: float = _setting(
-        10, "a request that has waited this long goes first", ge=0, is_changeable=False
+        10, "a request that has waited this long takes precedence", ge=0, is_changeable=False
     )
     default_max_tokens: int | None = _setting(
-        None, "reply length if a request gives none (default: all that fits)", ge=1
+        None, "maximum reply length if a request sets none (default: all that fits)", ge=1
     )
 
 
@@ -70,10 +74,10 @@ class SwapPolicy:
         False, "load the model that a request names, if it is on this machine"
     )
     min_residence_s: float = _setting(
-        60, "a model stays at least this long before a request may swap it", ge=0
+        60, "minimum time a model is served before a request may swap it", ge=0
     )
     model_keep_alive_s: float = _setting(
-        0, "a model that is idle for this long is unloaded; 0 keeps it", ge=0
+        0, "unload a model that is idle for this long; 0 keeps it loaded", ge=0
     )
 
 
@@ -83,10 +87,10 @@ class RuntimeSettings(EngineLimits, SwapPolicy):
 
     memory_budget_mb: int = _setting(4096, "memory for the KV cache", ge=1)
     disk_budget_mb: int = _setting(
-        20480, "most that the cache directory may hold, other models' files too", ge=1
+        20480, "maximum size of the cache directory, including other models' files", ge=1
     )
     write_queue_mb: int = _setting(
-        512, "most that may wait to be written; the rest stays in memory, dirty", ge=1
+        512, "maximum data waiting to be written; the rest stays in memory, dirty", ge=1
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "verbosity")
 

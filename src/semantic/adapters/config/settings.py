@@ -45,13 +45,15 @@ class Settings(_RuntimeFields):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
     host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    allow_remote: bool = Field(False, description="permit an address other machines can reach")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 selects a free port")
+    allow_remote: bool = Field(False, description="allow connections from other machines")
     allowed_hosts: Annotated[tuple[str, ...] | None, NoDecode] = Field(
-        None, description="host names in requests to accept, besides localhost: those of a proxy"
+        None,
+        description="accepted host names besides localhost, such as the public name of a proxy",
     )
     cors_origins: Annotated[tuple[str, ...] | None, NoDecode] = Field(
-        None, description="web pages that may use the server, besides those of this machine"
+        None,
+        description="origins of web pages that may use the server, besides those of this machine",
     )
     key_file: Path | None = Field(
         None, description="file of API keys; see `semantic keys` (default: HOME/keys.json)"
@@ -64,38 +66,41 @@ class Settings(_RuntimeFields):
     admin_key: str | None = Field(
         None, repr=False, description="a key for /admin, /v1/cache and /metrics, or its sha256:..."
     )
-    tls_cert: Path | None = Field(None, description="certificate chain (PEM): serve HTTPS with it")
+    tls_cert: Path | None = Field(None, description="certificate chain (PEM); enables HTTPS")
     tls_key: Path | None = Field(None, description="private key (PEM) of the certificate")
-    max_body_mb: float = Field(32, gt=0, description="largest request body")
+    max_body_mb: float = Field(32, gt=0, description="maximum size of a request body")
     max_connections: int = Field(
-        1024, ge=1, description="most open connections; fewer if the limit on open files is low"
+        1024, ge=1, description="maximum open connections; lower if the limit on open files is low"
     )
     read_timeout_s: float = Field(
-        30, gt=0, description="longest wait for a request's headers, or for more of its body"
+        30, gt=0, description="maximum wait for a request's headers, or for more of its body"
     )
     write_timeout_s: float = Field(
-        60, gt=0, description="a client that reads nothing for this long is disconnected"
+        60, gt=0, description="disconnect a client that reads nothing for this long"
     )
     keep_alive_s: int = Field(
-        60, ge=1, description="how long a connection may be idle between requests"
+        60, ge=1, description="maximum idle time of a connection between requests"
     )
-    shutdown_timeout_s: float = Field(3, gt=0, description="longest wait for a clean stop")
+    shutdown_timeout_s: float = Field(
+        3, gt=0, description="maximum duration of each phase of a stop"
+    )
 
     model: str = Field(
         STARTER_MODEL,
         description="model to serve: a name, a directory, a GGUF file, a Hugging Face id",
     )
     model_aliases: Annotated[list[str], NoDecode] = Field(
-        [], description="other names: with * and ? for the model served, or name=model"
+        [], description="other model names: gpt-* for the served model, name=model for another"
     )
     model_dirs: Annotated[list[Path], NoDecode] = Field(
-        [], description="more directories to look for models in"
+        [], description="additional directories in which to look for models"
     )
     model_budget_mb: int = Field(
-        0, ge=0, description="most that a model's weights may take; 0 is what the machine has"
+        0, ge=0, description="maximum size of a model's weights; 0: memory minus memory_budget_mb"
     )
     backend: Literal["auto", "torch", "mlx", "fake"] = Field(
-        "auto", description="what runs the model; auto: mlx on Apple Silicon and its CUDA build"
+        "auto",
+        description="inference backend; auto: mlx on Apple Silicon or with its CUDA build",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="number format of weights and the KV cache"
@@ -103,59 +108,69 @@ class Settings(_RuntimeFields):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     weights: Literal["auto", "full", "int8", "int4"] = Field(
-        "auto", description="auto keeps quantised weights; full expands; int8 and int4 quantise"
+        "auto",
+        description="auto keeps quantised weights; full expands them; int8 and int4 quantise",
     )
     native: Literal["auto", "off", "avx512vnni", "avxvnni", "avx2", "dotprod", "scalar"] = Field(
-        "auto", description="torch's kernels on a CPU; auto: the fastest it supports; off: none"
+        "auto", description="CPU kernels of torch; auto: the fastest supported; off: PyTorch's own"
     )
     threads: int = Field(
         0,
         ge=0,
         le=1024,
-        description="most CPU threads; PyTorch gets fewer while cores are busy; "
+        description="maximum CPU threads; PyTorch uses fewer while cores are busy; "
         "0: OMP_NUM_THREADS, else all",
     )
     shards: int = Field(
-        1, ge=1, le=64, description="processes that each hold a share of the model, on own devices"
+        1,
+        ge=1,
+        le=64,
+        description="processes that each hold a part of the model, on their own devices",
     )
     shard_listen: str | None = Field(
         None, description="HOST:PORT where shards on other machines join with `semantic shard`"
     )
     shard_key: str | None = Field(
-        None, repr=False, description="the secret that shards on other machines must know"
+        None, repr=False, description="secret that shards on other machines must present"
     )
     pinned_copies: bool = Field(
         True, description="CUDA: copy KV cache, and mlx's weights, through pinned host memory"
     )
 
-    home: Path = Field(Path("~/.semantic"), description="everything the server writes is in here")
+    home: Path = Field(
+        Path("~/.semantic"), description="directory for everything the server writes"
+    )
     cache_dir: Path | None = Field(
-        None, description="agents and their KV cache (default: HOME/cache)"
+        None, description="directory of agents and their KV cache (default: HOME/cache)"
     )
 
     store: Literal["local", "shared"] = Field(
         "local", description="shared: several servers share a database and an object store"
     )
     database_url: str | None = Field(
-        None, repr=False, description="PostgreSQL with agents and turns, for store = shared"
+        None, repr=False, description="PostgreSQL database of agents and turns, for store = shared"
     )
     objects_url: str | None = Field(
-        None, description="s3://, gs://, az:// or file:// with blocks, for store = shared"
+        None,
+        description="object store of blocks (s3://, gs://, az://, file://), for store = shared",
     )
     lease_s: float = Field(
-        15, gt=0, le=3600, description="how long an agent stays locked if its server dies"
+        15, gt=0, le=3600, description="how long an agent stays locked if its server crashes"
     )
     replicas: int = Field(
-        1, ge=1, le=1000, description="semantic cluster: the least number of servers"
+        1, ge=1, le=1000, description="semantic cluster: minimum number of servers"
     )
     max_replicas: int = Field(
-        0, ge=0, le=1000, description="semantic cluster: the most servers; 0 is as many as replicas"
+        0,
+        ge=0,
+        le=1000,
+        description="semantic cluster: maximum number of servers; 0: same as replicas",
     )
     replica_cpus: float = Field(
-        1, ge=0, description="semantic cluster: CPUs that Ray sets aside for each server"
+        1, ge=0, description="semantic cluster: CPUs that Ray reserves for each server"
     )
     replica_gpus: float = Field(
-        0, ge=0, description="semantic cluster: GPUs that each server gets, or a share of one"
+        0, ge=0, description="semantic cluster: GPUs for each server; may be a fraction"
     )
     upscale_delay_s: float = Field(
         10, ge=0, description="semantic cluster: how long load must last before servers are added"
@@ -166,38 +181,42 @@ class Settings(_RuntimeFields):
         description="semantic cluster: how long servers must be idle before some are stopped",
     )
     ray_address: str | None = Field(
-        None, description="semantic cluster: HOST:PORT of a running Ray, or auto; else its own"
+        None,
+        description="semantic cluster: HOST:PORT of a running Ray, or auto; if not set, starts Ray",
     )
     durability: Literal["none", "write_behind", "sync"] = Field(
         "write_behind",
-        description="none keeps nothing on disk; sync answers when a turn or change is there",
+        description="none keeps nothing on disk; sync answers after a turn or change is on disk",
     )
     tenant_disk_quota_mb: int = Field(
-        0, ge=0, description="most for one tenant's agents, turns and KV cache; 0: no limit"
+        0, ge=0, description="maximum size of a tenant's agents, turns and KV cache; 0: no limit"
     )
     kv_bits: Literal[16, 8, 4] = Field(
         16, description="precision of the KV cache on disk, in bits: 16, 8 or 4"
     )
     orphan_ttl_h: float = Field(
-        168, ge=0, description="orphans (unused, and no agent reaches them) are deleted after this"
+        168,
+        ge=0,
+        description="delete orphans (unused blocks and turns that no agent reaches) after this",
     )
     upkeep_interval_s: float = Field(
-        60, gt=0, description="how often expired agents are forgotten and the ledger is backed up"
+        60, gt=0, description="how often expired agents are deleted and the ledger is backed up"
     )
     trusted_export_keys: dict[str, ExportKey] = Field(
         {},
         repr=False,
-        description="export keys of other servers, by name: their agents come with their KV cache",
+        description="export keys of other servers, by name; their exports keep their KV cache",
     )
 
     encryption_key_file: Path | None = Field(
-        None, description="64 hexadecimal digits: encrypts conversations and the KV cache"
+        None, description="file with 64 hexadecimal digits; encrypts conversations and the KV cache"
     )
     encryption_key_command: str | None = Field(
-        None, description="a command that prints them, such as a keyring's; run without a shell"
+        None,
+        description="command that prints those digits, such as a keyring's; run without a shell",
     )
 
-    request_timeout_s: float = Field(600, gt=0, description="longest time for one request")
+    request_timeout_s: float = Field(600, gt=0, description="maximum duration of a request")
     hang_timeout_s: float = Field(
         120, gt=0, description="a device call that takes this long counts as hung"
     )
@@ -213,13 +232,13 @@ class Settings(_RuntimeFields):
     otel_endpoint: str | None = Field(
         None,
         pattern="^https?://",
-        description="OpenTelemetry collector that traces go to, such as http://localhost:4318",
+        description="OpenTelemetry collector that receives traces, such as http://localhost:4318",
     )
     otel_sample_ratio: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="share of requests to trace, of those without a trace of their own",
+        description="share of requests to trace, among those that arrive without a trace",
     )
 
     @field_validator("kv_bits", mode="before")
