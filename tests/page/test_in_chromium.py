@@ -104,7 +104,7 @@ def test_drafted_tokens_are_shown(running: RunningServer, browser: Browser) -> N
     turn = Turn("turn_1", None, "", said, (), 17, None, usage, 1.0)
     running.server.memory.agents.create(Agent("parrot", 1.0).advance(turn.id, at=1.0), [turn])
     page = browser.open(f"{running.url}/#/chat/parrot")
-    page.await_text("5 of 7 drafted tokens were right", ".cost")
+    page.await_text("5 of 7 draft tokens were accepted", ".cost")
     page.await_text("5 drafted", ".cost .key")
 
 

@@ -284,10 +284,14 @@ def _reason(signer: str, head: ExportHead, *, is_messages_only: bool, has_state:
     if head.abi == _NO_MODEL:
         return "the file was exported while no model was loaded"
     if is_messages_only:
-        return "messages_only was asked for"
+        return "messages_only was set"
     if not signer:
         return "the file is not signed by this server or one of trusted_export_keys"
-    return f"signed by {signer}" if has_state else "the file held no state that found room"
+    return (
+        f"signed by {signer}"
+        if has_state
+        else "the file has no KV cache, or there is no room for it"
+    )
 
 
 def _renamed(turns: Iterable[Turn], agent_id: str, now: float) -> list[Turn]:

@@ -285,12 +285,12 @@ class Upkeep:
 
         A failed task does not stop the others.
         """
-        self._guarded("forgetting who expired", self._agents.expire)
+        self._guarded("deleting expired agents", self._agents.expire)
         self._guarded("pinning", self.refresh_pins)
-        self._guarded("writing what was not written", self._store.offer_again)
+        self._guarded("retrying block writes", self._store.offer_again)
         before = self._now() - self._orphan_ttl_s
-        self._guarded("dropping old boundaries", lambda: self._drop_boundaries(before))
-        self._guarded("noting what was used", self._write_touches)
+        self._guarded("dropping unused turn boundaries", lambda: self._drop_boundaries(before))
+        self._guarded("writing usage times", self._write_touches)
         self._guarded("backing up the ledger", self._back_up)
 
     def _run(self, interval_s: float, first: Mapping[str, Callable[[], None]]) -> None:
@@ -302,7 +302,7 @@ class Upkeep:
             num_ticks += 1
             if num_ticks % 10 == 0:
                 self._guarded("collecting garbage", self.collect)
-                self._guarded("giving memory back", self.trim_memory)
+                self._guarded("returning free memory to the system", self.trim_memory)
 
     def _guarded(self, name: str, work: Callable[[], _T], agent: Agent | None = None) -> _T | None:
         """Run a task; log and record a failure, and return None then. The next round retries."""

@@ -340,7 +340,7 @@ class ModelLifecycle:
         with self.lock:
             self.model, self.longest_sequence = model, longest_sequence
             if self.swap is not None and self.swap.exchange not in (None, exchange):
-                self._set(ModelState.SWAPPING, "the next exchange is queued")
+                self._set(ModelState.SWAPPING, "another swap is queued")
                 return
             self._set(ModelState.READY, "ready")
             self._complete(exchange)

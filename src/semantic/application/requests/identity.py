@@ -402,7 +402,9 @@ class Identities:
                     turn = self._agents.turn(tenant, agent.head) if agent.head else None
                 except CachePersistenceError as error:
                     num_failed += 1
-                    problem = "agent %s cannot be identified by content: %s"
+                    problem = (
+                        "cannot read the latest turn of agent %s; not matching requests to it: %s"
+                    )
                     _log.warning(problem, agent.id, error.message)
                     continue
                 num_read += 1

@@ -268,7 +268,7 @@ class ReplyHub:
             try:
                 self._deliver(reply, event)
             except Exception:  # noqa: BLE001 - a bug must end this reply only
-                _log.exception("failed to pass on an event of request %s", request_id)
+                _log.exception("failed to deliver an event of request %s", request_id)
                 self.discard(request_id)
                 reply.fail(event.error if isinstance(event, Failed) else internal_error())
 

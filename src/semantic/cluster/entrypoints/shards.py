@@ -262,7 +262,7 @@ class RankListener:
                 answer_challenge(link, self._key)
             except (AuthenticationError, EOFError, OSError) as error:
                 _log.warning(
-                    "refused a connection that does not know shard_key",
+                    "refused a shard connection without the right shard_key",
                     host=host,
                     error=str(error),
                 )

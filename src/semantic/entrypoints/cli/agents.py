@@ -112,8 +112,12 @@ def log(
     client: ServerClient,
     agent: AgentId,
     *,
-    graph: Annotated[bool, typer.Option("--graph", help="with the forks that share turns")] = False,
-    limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="how many turns")] = 20,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="show a tree, with the forks that share turns")
+    ] = False,
+    limit: Annotated[
+        int, typer.Option("-n", "--limit", min=1, help="maximum number of turns")
+    ] = 20,
 ) -> Answer:
     """Show an agent's turns, the latest first; with --graph as a tree, the oldest first."""
     if graph:
@@ -141,9 +145,11 @@ def fork(
     ] = None,
     *,
     number: Annotated[
-        int, typer.Option("-n", min=1, help="without names: this many, with random names")
+        int, typer.Option("-n", min=1, help="without names: number of forks, with random names")
     ] = 1,
-    turn: Annotated[str | None, typer.Option(help="from this turn, not the latest")] = None,
+    turn: Annotated[
+        str | None, typer.Option(help="fork from this turn (default: the latest)")
+    ] = None,
 ) -> Answer:
     """Fork an agent; nothing is copied or computed."""
     body: Json = {"ids": names} if names else {"n": number}
@@ -232,7 +238,7 @@ def import_agent(
     *,
     agent_id: Annotated[str | None, typer.Option("--id", help="another name for the agent")] = None,
     messages_only: Annotated[
-        bool, typer.Option("--messages-only", help="without the KV cache")
+        bool, typer.Option("--messages-only", help="import only the messages, not the KV cache")
     ] = False,
 ) -> Answer:
     """Read an agent from a file that `export` wrote."""

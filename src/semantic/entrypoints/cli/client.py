@@ -118,8 +118,8 @@ class ServerClient:
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             if "certificate" in str(error).lower():
                 raise ServerError(
-                    f"the certificate of {self.url} is not trusted; if it is yours, name its file "
-                    f"in SSL_CERT_FILE ({error})"
+                    f"the certificate of {self.url} is not trusted; if it is yours, set "
+                    f"SSL_CERT_FILE to its file ({error})"
                 ) from error
             if "ssl" in str(error).lower():
                 raise ServerError(

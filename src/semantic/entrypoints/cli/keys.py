@@ -48,7 +48,9 @@ def add(
         bool,
         typer.Option("--admin", help="allow /admin, /v1/cache and /metrics too"),
     ] = False,
-    note: Annotated[str, typer.Option(metavar="TEXT", help="what it is for")] = "",
+    note: Annotated[
+        str, typer.Option(metavar="TEXT", help="purpose of the key, shown by `semantic keys list`")
+    ] = "",
     limit: Annotated[
         list[str] | None,
         typer.Option(

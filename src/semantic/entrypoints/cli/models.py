@@ -95,7 +95,7 @@ def pull(
     ],
     *,
     mlx: Annotated[
-        bool, typer.Option("--mlx", help="for a short name, the 4-bit model for MLX")
+        bool, typer.Option("--mlx", help="download the 4-bit MLX version of a short name")
     ] = False,
 ) -> Answer:
     """Download or convert a model now, so that a later start or swap is faster."""

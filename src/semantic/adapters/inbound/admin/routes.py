@@ -55,7 +55,9 @@ class Swap(_Body):
 class Load(_Body):
     """Load a model when none is loaded; by default the one that was served last."""
 
-    model: str = Field(default="", description="as for a swap", examples=["fake"])
+    model: str = Field(
+        default="", description="as for a swap; empty: the model served last", examples=["fake"]
+    )
     wait: Wait = True
 
 

@@ -46,9 +46,12 @@ def _stream(description: str, example: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": description, "content": {"text/event-stream": content}}}
 
 
-_VERIFY = _stream("progress, then done", 'data: {"type":"done","checked":9,"total":9,"bad":0}\n\n')
+_VERIFY = _stream(
+    "progress events, then a `done` event",
+    'data: {"type":"done","checked":9,"total":9,"bad":0}\n\n',
+)
 _BLOCKS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "rows of blocks", "model": BlocksOut}
+    200: {"description": "the blocks, one row each", "model": BlocksOut}
 }
 _EVENTS = _stream("events until the client disconnects", 'data: {"type":"cache","sealed":3}\n\n')
 
@@ -117,8 +120,12 @@ class CacheApi:
 
     def blocks(
         self,
-        since: Annotated[int | None, Query(ge=0, le=2**62, description="a `mark`")] = None,
-        after: Annotated[str, Query(pattern="^[0-9a-f]{0,64}$", description="a `next`")] = "",
+        since: Annotated[
+            int | None, Query(ge=0, le=2**62, description="`mark` of an earlier response")
+        ] = None,
+        after: Annotated[
+            str, Query(pattern="^[0-9a-f]{0,64}$", description="`next` of the previous page")
+        ] = "",
         limit: Annotated[int, Query(ge=1, le=20_000)] = 10_000,
     ) -> Response:
         """List all blocks, a page at a time; with `since`, only new, changed and removed ones."""

@@ -56,7 +56,7 @@ class CacheOut(View):
     memory: MemoryOut
     disk: DiskOut
     device: DeviceOut | None = Field(
-        description="null if the device has none of its own, as a CPU, or is not queried"
+        description="null if the device has no memory of its own (a CPU), or is not queried"
     )
     agents: dict[str, int] = Field(examples=[{"hot": 3, "warm": 12, "cold": 1}])
     replies: int = Field(examples=[40])
@@ -99,14 +99,16 @@ class BlocksOut(View):
     """
 
     object: Literal["cache.blocks"] = "cache.blocks"
-    mark: int = Field(description="`since` of the next request", examples=[1767225661500000])
+    mark: int = Field(
+        description="send it as `since` in the next request", examples=[1767225661500000]
+    )
     total: int = Field(examples=[9])
     blocks: list[list[str | int]] = Field(
         examples=[[["9f2c44a01b7e", "51b0de02c9aa", 256, 256, 11796480, 0, 1767225661, 0]]]
     )
     gone: list[str] = Field(examples=[[]])
-    next: str | None = Field(description="`after` of the next page", examples=[None])
-    stale: bool = Field(description="`since` is too old: read all pages", examples=[False])
+    next: str | None = Field(description="send it as `after` for the next page", examples=[None])
+    stale: bool = Field(description="`since` is too old; read all pages again", examples=[False])
 
     @classmethod
     def about(cls, page: BlockPage) -> Self:
@@ -143,11 +145,11 @@ class RunningOut(View):
     prompt_tokens: int = Field(examples=[724])
     reused_tokens: int = Field(examples=[701])
     computed_tokens: int = Field(
-        description="prompt tokens that are ready, reused or computed", examples=[724]
+        description="prompt tokens reused or computed so far", examples=[724]
     )
     generated_tokens: int = Field(examples=[5])
     max_tokens: int = Field(examples=[2048])
-    age_s: float = Field(description="seconds since it arrived", examples=[0.31])
+    age_s: float = Field(description="seconds since the request arrived", examples=[0.31])
 
 
 class RunningList(View):

@@ -125,7 +125,7 @@ class AgentTool(ToolSchema):
 class AgentQuota(_Schema):
     """Limits on what an agent may store; null means unlimited."""
 
-    max_bytes: _Count | None = Field(default=None, description="for its KV cache")
+    max_bytes: _Count | None = Field(default=None, description="maximum size of its KV cache")
     max_turns: _Count | None = None
 
 
@@ -209,7 +209,7 @@ class NewMessage(_Schema):
     @model_validator(mode="after")
     def _require_call(self) -> Self:
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("tool_call_id belongs to messages of role tool, and to no others")
+            raise ValueError("tool_call_id is required with role tool, and not allowed with others")
         return self
 
     def to_domain(self) -> Message:
@@ -229,12 +229,15 @@ class _AgentToolChoice(_Schema):
 
 class _OutputForm(_Schema):
     type: Literal["text", "json", "regex", "choice"] = "text"
-    json_schema: _PlainJson | None = Field(None, description="of type json; any object if absent")
+    json_schema: _PlainJson | None = Field(None, description="with type json; absent: any object")
     pattern: Annotated[Text, Field(max_length=10_000)] | None = Field(
-        None, description="of type regex; the whole reply matches it"
+        None, description="with type regex; the whole reply must match it"
     )
     choices: list[Annotated[Text, Field(max_length=1000)]] | None = Field(
-        None, min_length=1, max_length=MAX_ENTRIES, description="of type choice; one is the reply"
+        None,
+        min_length=1,
+        max_length=MAX_ENTRIES,
+        description="with type choice; the reply is one of them",
     )
 
     @model_validator(mode="after")
@@ -243,7 +246,7 @@ class _OutputForm(_Schema):
         for name, owner in owners.items():
             is_given = getattr(self, name) is not None
             if is_given and self.type != owner:
-                raise ValueError(f"{name} belongs to type {owner}")
+                raise ValueError(f"{name} is allowed only with type {owner}")
             if self.type == owner and not is_given and owner != "json":
                 raise ValueError(f"type {owner} needs {name}")
         return self
@@ -273,9 +276,12 @@ class Generate(_Schema):
         }
     )
 
-    message: Text | None = Field(None, description="a message of the user")
+    message: Text | None = Field(None, description="a user message")
     messages: list[NewMessage] | None = Field(
-        None, min_length=1, max_length=MAX_ENTRIES, description="or several messages instead"
+        None,
+        min_length=1,
+        max_length=MAX_ENTRIES,
+        description="several messages, instead of `message`",
     )
     stream: bool = False
     max_tokens: Annotated[int, Field(ge=NO_LIMIT, le=MAX_REPLY_TOKENS)] | None = Field(
@@ -327,14 +333,14 @@ class ListAgents(BaseModel):
     """Query parameters of `GET /v1/agents`."""
 
     limit: int = Field(20, ge=1, le=100)
-    after: str | None = Field(None, description="`next` of the page before")
+    after: str | None = Field(None, description="`next` of the previous page")
     sort: Literal["last_used", "created_at", "turns", "id"] = "last_used"
     order: Literal["asc", "desc"] = "desc"
     label: list[Text] = Field([], description="key:value; all must match")
-    prefix: Text = Field("", description="of ids")
+    prefix: Text = Field("", description="only agents whose id begins with this")
     pin: bool | None = None
     history: int = Field(
-        0, ge=0, le=100, description="how many of each agent's latest turns to name"
+        0, ge=0, le=100, description="how many ids of each agent's latest turns to return"
     )
 
     def to_domain(self) -> AgentQuery:
@@ -358,7 +364,7 @@ class ListAgents(BaseModel):
 def _label(text: str) -> tuple[str, str]:
     key, colon, value = text.partition(":")
     if not colon:
-        raise InvalidRequestError("a label is written key:value.", param="label")
+        raise InvalidRequestError("a label must have the form key:value.", param="label")
     return key, value
 
 
@@ -370,8 +376,8 @@ class Fork(_Schema):
     )
 
     ids: list[AgentId] | None = Field(None, min_length=1, max_length=MAX_FORKS)
-    n: int | None = Field(None, ge=1, le=MAX_FORKS, description="this many, with random ids")
-    turn_id: TurnId | None = Field(None, description="fork from this turn; null from the latest")
+    n: int | None = Field(None, ge=1, le=MAX_FORKS, description="number of forks, with random ids")
+    turn_id: TurnId | None = Field(None, description="fork from this turn; null: the latest")
 
     @model_validator(mode="after")
     def _require_one(self) -> Self:
@@ -393,7 +399,7 @@ class Evict(_Schema):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"to": "disk"}, {"to": "cold"}]})
 
-    to: Literal["disk", "cold"] = Field("disk", description="cold drops it from disk too")
+    to: Literal["disk", "cold"] = Field("disk", description="cold deletes it from disk too")
 
 
 class Collect(_Schema):
@@ -402,7 +408,7 @@ class Collect(_Schema):
     model_config = ConfigDict(json_schema_extra={"examples": [{}, {"orphan_age_s": 0}]})
 
     orphan_age_s: Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)] | None = Field(
-        None, description="keep what was used within this time; null takes the server's setting"
+        None, description="keep data used within this time; null: the setting orphan_ttl_h"
     )
 
 

@@ -177,7 +177,7 @@ class AgentApi:
         self,
         agent_id: AgentPath,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
-        before: Annotated[Text | None, Query(description="`next` of the page before")] = None,
+        before: Annotated[Text | None, Query(description="`next` of the previous page")] = None,
     ) -> TurnList:
         """List an agent's turns, latest first."""
         turns = self._agents.turns(self._principal(), agent_id, before, limit)
@@ -188,7 +188,7 @@ class AgentApi:
     def explain(
         self,
         agent_id: AgentPath,
-        turn_id: Annotated[Text | None, Query(description="absent: the latest")] = None,
+        turn_id: Annotated[Text | None, Query(description="absent: the latest turn")] = None,
     ) -> ExplanationOut:
         """Explain what a turn reused, where its prompt diverged, and what the next turn reuses."""
         explanation = self._agents.explain(self._principal(), agent_id, turn_id)

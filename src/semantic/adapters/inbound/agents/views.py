@@ -102,7 +102,7 @@ class StateOut(View):
         examples=[""],
     )
     block: Annotated[str | None, BeforeValidator(_short)] = Field(
-        description="its last block", examples=["9f2c44a01b7e"]
+        description="the last block of its KV cache", examples=["9f2c44a01b7e"]
     )
 
 
@@ -295,7 +295,7 @@ class ExplanationOut(View):
     diverged: DivergenceOut | None
     next: StateOut
     note: str = Field(
-        description="why the turn could not use the KV cache of the one before; empty if it could",
+        description="why the turn could not use the previous turn's KV cache; empty if it could",
         examples=[""],
     )
     summary: str = Field(examples=["Of the latest prompt's 724 tokens, 701 were reused."])

@@ -166,7 +166,7 @@ class Block(Schema):
             text = "\n".join(str(part.get("text", "")) for part in text if isinstance(part, dict))
         if not isinstance(text, str):
             raise InvalidRequestError(
-                "only documents of plain text are supported; send their text.", param=where
+                "only documents in plain text are supported; send the text.", param=where
             )
         return TextPart("\n".join(filter(None, (self.title, text))))
 

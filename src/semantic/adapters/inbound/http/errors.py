@@ -67,10 +67,10 @@ _MEANINGS: dict[int | str, str] = {
     "4XX": "The server refuses the request.",
     400: "the request is invalid",
     404: "there is no such agent or turn",
-    409: "the request conflicts with what exists",
+    409: "the request conflicts with the current state",
     413: "the body is too large",
     429: "a quota or a rate limit is exceeded",
-    503: "the model loads, the queue is full, the disk cannot be written, or the server shuts down",
+    503: "the model is loading, the queue is full, the disk cannot be written, or the server stops",
     504: "the request took too long",
     529: "the queue is full",
 }

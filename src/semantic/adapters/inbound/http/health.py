@@ -120,7 +120,9 @@ def metrics_router(
 
     @router.get("/metrics/history")
     async def recent(
-        since: Annotated[float, Query(ge=0, allow_inf_nan=False, description="an `at`")] = 0,
+        since: Annotated[
+            float, Query(ge=0, allow_inf_nan=False, description="only readings after this `at`")
+        ] = 0,
     ) -> ReadingsOut:
         """The last hour of the metrics that the page at `/` draws."""
         readings = history(since)

@@ -313,7 +313,7 @@ class ChatCompletionRequest(_RepliesFields):
         refuse(
             is_new is False and not is_continued,
             "add_generation_prompt",
-            "a reply that continues no message needs the generation prompt; leave it out.",
+            "it may be false only if the reply continues the last message; leave it out.",
         )
         return is_continued
 
@@ -376,7 +376,7 @@ class CompletionRequest(_RepliesFields):
         refuse(
             self.best_of not in (None, 1, self.num_replies),
             "best_of",
-            "best_of is not supported; leave it out, or let it equal n.",
+            "best_of is not supported; leave it out, or set it to n.",
         )
         refuse(
             self.echo and self.logprobs is not None,

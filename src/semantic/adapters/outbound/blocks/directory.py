@@ -99,7 +99,8 @@ def _adopt(directory: Path) -> None:
             os.close(marker)
         if not is_empty:
             _log.info(
-                "%s is a cache of an earlier version of Semantic; marked it as a cache", directory
+                "created the marker file in %s, a cache of an earlier version of Semantic",
+                directory,
             )
 
 

@@ -78,7 +78,7 @@ def _verdict(ask: Callable[[bytes], bytes], grammar: str) -> str:
         _log.warning("refused a grammar: %s", EXCEEDED)
         return EXCEEDED
     for warning in warnings:
-        _log.debug("not enforced: %s", warning)
+        _log.debug("part of a grammar is not enforced: %s", warning)
     return str(fault)
 
 

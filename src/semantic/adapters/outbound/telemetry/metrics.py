@@ -212,7 +212,8 @@ class ServerCollector(Collector):
         reuse = requests.reuse
         tiers = {"hot": reuse.hot, "pool": reuse.pool, "disk": reuse.disk}
         yield _each(
-            _counter("tokens_reused", "Prompt tokens not computed, by tier.", "tier"), tiers
+            _counter("tokens_reused", "Prompt tokens reused from the KV cache, by tier.", "tier"),
+            tiers,
         )
         yield _one(_counter("cache_hit", "Replies that reused KV cache."), requests.hits)
         misses = requests.replies - requests.hits

@@ -149,7 +149,7 @@ def test_a_cache_of_an_earlier_version_is_recognised_marked_and_logged(
         claim(tmp_path)
     assert names(tmp_path) == {*before, MARKER_FILE}
     (line,) = caplog.messages
-    assert f"{tmp_path} is a cache of an earlier version" in line
+    assert f"{tmp_path}, a cache of an earlier version" in line
     with closing(SqliteLedger(tmp_path)) as ledger:
         ledger.load()
 

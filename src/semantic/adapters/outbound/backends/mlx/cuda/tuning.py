@@ -124,7 +124,7 @@ def _supported_weights(layer: Any) -> LayerWeights | None:
         weights = _weights_of(layer)
         return weights if weights is not None and _can_run(weights) else None
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        _LOG.debug("layer keeps the library's code: %s", error)
+        _LOG.debug("custom kernels do not support a layer: %s", error)
         return None
 
 
