@@ -82,7 +82,7 @@ def test_an_agent_is_made_and_talked_to(page: Page, http: httpx.Client) -> None:
     assert [re.findall("[a-z]", text) for text in shown] == [re.findall("[a-z]", t) for t in told]
     page.await_text(f"{turns[0]['reuse']['hot']:,} hot", ".exchange:last-of-type .cost")
     page.click(".exchange:last-of-type button", "Why")
-    page.await_text("continues the previous turn", ".why")
+    page.await_text("begins with the complete stored conversation", ".why")
 
 
 def test_why_shows_the_text_on_both_sides(

@@ -7,7 +7,7 @@ const GRACE_MS = 7000;
 
 const at = (id, deed = "") => `v1/agents/${encodeURIComponent(id)}${deed}`;
 
-/** Run an operation; shows its error. */
+/** Run an operation; on failure, show its error and return null. */
 async function attempt(work) {
   try {
     return await work();
@@ -36,7 +36,7 @@ export const fork = (id, { ids, turn_id = null, n } = {}) =>
 
 export const rewind = (id, turnId) =>
   attempt(async () => {
-    const { head: before } = await get(at(id)); // what is known here may be a turn behind
+    const { head: before } = await get(at(id)); // the page's copy may lack the latest turn
     const agent = await send("POST", at(id, "/rewind"), { turn_id: turnId });
     putAgent({ ...known.agents.get(id), ...agent, history: [] });
     refreshAgent(id);
@@ -70,7 +70,7 @@ export const evict = (id, to) =>
     say(`The KV cache of ${id} is ${where[state.tier]}.`, { undo: to === "disk" ? () => prefetch(id) : undefined });
   });
 
-/** Delete an agent, a few seconds from now. */
+/** Delete an agent after a few seconds, unless the user clicks Undo. */
 export function remove(id) {
   const agent = known.agents.get(id);
   const isOver = () => leaving.delete(id) && attempt(() => ask(at(id), { method: "DELETE", keepalive: true }));
@@ -133,9 +133,9 @@ function ForkDialog({ id, turnId, onMade }) {
   };
   const [count, setCount] = useState(1);
   return html`<${Dialog} title=${`Fork ${id}`} action="Fork" onDone=${done} onClose=${close}>
-    <p class="note">${turnId ? "From this turn on" : "From the latest turn on"} the fork is separate. Forking copies and computes nothing.</p>
+    <p class="note">The fork shares ${turnId ? "the turns up to this one" : "all turns so far"} with ${id}. Forking copies and recomputes nothing.</p>
     <${Field} label="Name"><input name="name" required=${count < 2} disabled=${count > 1} pattern=${NAME} value=${freeName(id)} /><//>
-    <${Field} label="How many" hint="several get random names">
+    <${Field} label="Number of forks" hint="with more than one, each gets a random name">
       <input name="count" type="number" min="1" max="256" value=${count} onInput=${(event) => setCount(Number(event.target.value))} />
     <//>
   <//>`;
@@ -160,7 +160,7 @@ function ImportDialog({ onMade }) {
     if (agent) onMade?.(agent.id);
   };
   return html`<${Dialog} title="Import an agent" action="Import" onDone=${done} onClose=${close}>
-    <${Field} label="File" hint="as written by Export"><input name="file" type="file" accept=".tar,application/x-tar" required /><//>
+    <${Field} label="File" hint="a file created by Export"><input name="file" type="file" accept=".tar,application/x-tar" required /><//>
     <${Field} label="Name" hint="leave empty for the name in the file"><input name="id" pattern=${NAME} /><//>
     <label class="check"><input type="checkbox" name="messages" /> messages only, without the KV cache</label>
   <//>`;

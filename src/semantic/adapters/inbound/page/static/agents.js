@@ -52,24 +52,24 @@ export function Agents({ id, go }) {
     <div class="list">
       <header class="tools">
         <h1>Agents</h1>
-        <input id="search" type="search" placeholder="Find by name, label, prompt  ( / )" aria-label="Find" value=${text} onInput=${(event) => setText(event.target.value)} />
+        <input id="search" type="search" placeholder="Find by name, label, prompt  ( / )" aria-label="Find agents" value=${text} onInput=${(event) => setText(event.target.value)} />
         <${Button} onClick=${() => act.askImport((made) => go("agents", made))}>Import<//>
         <${Button} kind="main" icon="plus" onClick=${() => act.askNew((made) => go("chat", made))}>New<//>
       </header>
-      <div class="chips" role="group" aria-label="Show">
+      <div class="chips" role="group" aria-label="Filter by state">
         ${counts.map(([name, count]) => html`<button type="button" class=${name === kind ? "on" : ""} aria-pressed=${name === kind} onClick=${() => setKind(name)}>${name} <b>${short(count)}</b></button>`)}
         ${!known.isWhole && html`<span class="note">loading…</span>`}
       </div>
       <div class="row heads" aria-hidden="true"><span>turns</span><span>name</span><span>state</span><span class="wide">tokens</span><span class="wide">memory</span><span class="wide">disk</span><span>used</span></div>
       ${rows.length
         ? html`<${Rows} rows=${rows} height=${HEIGHT} draw=${draw} focus=${focus} label="Agents" />`
-        : html`<div class="empty"><p>${known.agents.size ? "No agent matches." : "No agents yet. Create one, or point a client at this server."}</p></div>`}
+        : html`<div class="empty"><p>${known.agents.size ? "No agent matches." : "No agents yet. Create one, or connect a client to this server."}</p></div>`}
     </div>
     ${id && html`<${Agent} key=${id} id=${id} go=${go} />`}
   </section>`;
 }
 
-// Changes when the graph has to be laid out again.
+// A number that changes when the graph needs a new layout.
 const stamp = (agents) => agents.reduce((sum, agent) => sum + agent.last_used + agent.turns + agent.history.length, 0) + known.agents.size;
 
 function Row({ line, isChosen, go }) {
@@ -143,11 +143,11 @@ function Where({ agent }) {
   const parts = [["pool", state.memory_tokens], ["disk", disk], ["cold", cold]];
   return html`<div class="where">
     <div><${Tier} tier=${state.tier} /> <b>${number(tokens)}</b> tokens in <b>${agent.turns}</b> ${agent.turns === 1 ? "turn" : "turns"}</div>
-    <${Bar} parts=${parts} whole=${tokens} isThick label="where its KV cache is" />
+    <${Bar} parts=${parts} whole=${tokens} isThick label="location of its KV cache" />
     <div class="key">
       <span><i class="dot pool" />${number(state.memory_tokens)} in memory, ${bytes(state.memory_bytes)}</span>
       <span><i class="dot disk" />${number(state.disk_tokens)} on disk, ${bytes(state.disk_bytes)}</span>
-      ${cold > 1 && html`<span><i class="dot cold" />${number(cold)} to compute</span>`}
+      ${cold > 1 && html`<span><i class="dot cold" />${number(cold)} to recompute</span>`}
     </div>
   </div>`;
 }
@@ -177,7 +177,7 @@ function LogEntry({ agent, turn, isHead, go }) {
   return html`<article class=${isHead ? "turn head" : "turn"}>
     <header>
       <time title=${new Date(turn.created_at * 1000).toLocaleString()}>${ago(turn.created_at)}</time>
-      <span class="note">${number(turn.new_tokens)} new tokens${turn.agent_id !== agent.id ? `, as ${turn.agent_id}` : ""}</span>
+      <span class="note">${number(turn.new_tokens)} new tokens${turn.agent_id !== agent.id ? `, by ${turn.agent_id}` : ""}</span>
       <span class="go">
         ${!isHead && html`<${Button} kind="quiet" title="Rewind to this turn" onClick=${() => act.rewind(agent.id, turn.id)}>Rewind<//>`}
         <${Button} kind="quiet" title="Fork from this turn" onClick=${() => act.askFork(agent.id, turn.id, (made) => go("agents", made))}>Fork<//>

@@ -1,13 +1,13 @@
-// All blocks of the server, kept up to date, and a place in the map for each.
+// All blocks of the server, kept up to date, and the slot of each block in the map.
 //
-// A block keeps its place as long as it is there; a new one takes the place of one that is gone,
-// or goes to the end. So the map does not jump while it is watched.
+// A block keeps its slot while it exists. A new block takes the slot of a deleted one, or a new slot
+// at the end, so blocks do not move on the screen.
 import { get, known, refreshAgent } from "./server.js";
 
 export const map = {
   byName: new Map(),
   slots: [],
-  flashes: new Map(), // block -> what happened to it, and when
+  flashes: new Map(), // slot -> the latest change of its block, and when it happened
   version: 0,
   isLoading: false,
 };
@@ -19,9 +19,9 @@ function blockOf([name, parent, start, tokens, memory, disk, used, pinned]) {
   return { name, parent, start, tokens, memory, disk, used, pinned, slot: -1, share: 0 };
 }
 
-/** What happened to a block since it was last seen; null if that is not worth a flash. */
+/** How a block changed since the last refresh; null if the map does not show the change. */
 function happened(before, now) {
-  if (!before) return "made";
+  if (!before) return "created";
   if (!before.memory && now.memory) return "read";
   if (before.memory && !now.memory) return "evicted";
   return !before.disk && now.disk ? "written" : null;
@@ -47,7 +47,7 @@ function drop(name, at) {
   map.flashes.set(block.slot, { what: "gone", at });
 }
 
-/** Read everything, page by page. */
+/** Load all blocks, page by page. */
 async function loadAll() {
   map.isLoading = true;
   const rows = [];
@@ -55,7 +55,7 @@ async function loadAll() {
   let first = null;
   do {
     const page = await get(`v1/cache/blocks?limit=10000&after=${after ?? ""}`);
-    first ??= page.mark; // what changed meanwhile is asked for next
+    first ??= page.mark; // the next refresh fetches what changes during loading
     for (const row of page.blocks) rows.push(row);
     after = page.next;
   } while (after);
@@ -64,7 +64,7 @@ async function loadAll() {
   map.isLoading = false;
 }
 
-/** Give every block a place, those of one chain side by side. */
+/** Assign slots to all blocks; blocks of one chain are adjacent. */
 function arrange(blocks) {
   map.byName = new Map(blocks.map((block) => [block.name, block]));
   const followers = new Map();
@@ -94,7 +94,7 @@ export function rearrange() {
   arrange([...map.byName.values()]);
 }
 
-/** Ask for what changed; true if anything did. */
+/** Fetch changed blocks; returns true if there are any. */
 export async function refreshBlocks() {
   if (map.isLoading) return false;
   if (mark === null) {
@@ -121,18 +121,18 @@ export function forgetBlocks() {
   mark = null;
 }
 
-// -- who has which -----------------------------------------------------------------------------
+// -- sharing -----------------------------------------------------------------------------------
 
-const missing = new Map(); // agents whose last block is not known, and were asked for again
+const missing = new Map(); // agent -> its last block, if the map lacks it and the agent was requested again
 
-/** Count, for every block, the agents that reach it. */
+/** Count the agents that reach each block. */
 export function countShares(at) {
   const shares = new Map();
   for (const agent of known.agents.values()) {
     const end = agent.state.block;
     if (!end) continue;
     if (!map.byName.has(end)) {
-      if (mark !== null && missing.get(agent.id) !== end) refreshAgent(agent.id); // it went into a longer block
+      if (mark !== null && missing.get(agent.id) !== end) refreshAgent(agent.id); // a longer block replaced it
       missing.set(agent.id, end);
       continue;
     }
@@ -153,7 +153,7 @@ export function countShares(at) {
 
 let counting = 0;
 
-/** Count soon, and not more often than that can be seen. */
+/** Schedule one count for all changes within 400 ms. */
 export function countSoon() {
   counting ||= setTimeout(() => {
     counting = 0;

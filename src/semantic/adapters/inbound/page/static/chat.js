@@ -5,7 +5,7 @@ import { Bar, Button, Copy, Field, Prose, ReuseBar, Rows, Tier, ago, number, sec
 import * as act from "./actions.js";
 
 const PAGE = 30;
-const drafts = new Map(); // what was typed and not sent, by agent
+const drafts = new Map(); // unsent text by agent
 
 export function Chat({ id, go }) {
   useTopics("agents");
@@ -28,7 +28,7 @@ export function Chat({ id, go }) {
   </section>`;
 }
 
-/** The turns of an agent, the oldest first, and what loads more of them. */
+/** An agent's turns, oldest first, and a function that loads older ones. */
 function useTurns(id, head) {
   const [turns, setTurns] = useState(null);
   const [next, setNext] = useState(null);
@@ -99,7 +99,7 @@ function Conversation({ id, go }) {
   </div>`;
 }
 
-/** Read a reply as it comes. */
+/** Show a reply while it is streamed. */
 async function stream(id, body, signal, reply, show) {
   const answer = await ask(`v1/agents/${encodeURIComponent(id)}/generate`, { method: "POST", json: { ...body, stream: true }, signal });
   for await (const event of framesOf(answer)) {
@@ -141,9 +141,9 @@ function Turn({ id, turn, isHead, go }) {
     ${turn.messages.map((message) => html`<${Said} message=${message} />`)}
     <footer class="cost">
       <${ReuseBar} reuse=${{ ...turn.reuse, drafted: right }} />
-      <span class="note">${number(usage.prompt_tokens)} prompt, ${number(usage.completion_tokens)} reply${drafted ? ` (${number(right)} of ${number(drafted)} draft tokens were accepted)` : ""}${timing && timing.first >= 0 ? `, first token after ${seconds(timing.first)}` : ""}${timing && timing.rate > 0 && Number.isFinite(timing.rate) ? `, ${timing.rate.toFixed(1)} tokens/s` : ""}${turn.finish_reason && turn.finish_reason !== "end_turn" ? `, ended by ${turn.finish_reason}` : ""}</span>
+      <span class="note">${number(usage.prompt_tokens)} prompt, ${number(usage.completion_tokens)} reply${drafted ? ` (${number(right)} of ${number(drafted)} draft tokens were accepted)` : ""}${timing && timing.first >= 0 ? `, first token after ${seconds(timing.first)}` : ""}${timing && timing.rate > 0 && Number.isFinite(timing.rate) ? `, ${timing.rate.toFixed(1)} tokens/s` : ""}${turn.finish_reason && turn.finish_reason !== "end_turn" ? `, finish reason ${turn.finish_reason}` : ""}</span>
       <span class="go">
-        <${Button} kind="quiet" aria-expanded=${isOpen} onClick=${() => setOpen(!isOpen)}>Why<//>
+        <${Button} kind="quiet" title="Why: compare the prompt with the stored conversation" aria-expanded=${isOpen} onClick=${() => setOpen(!isOpen)}>Why<//>
         <${Copy} text=${replies.map(textOf).join("\n")} />
         ${!isHead && html`<${Button} kind="quiet" title="Remove the turns after this reply" onClick=${() => act.rewind(id, turn.id)}>Rewind here<//>`}
         <${Button} kind="quiet" title="Start a fork from this reply" onClick=${() => act.askFork(id, turn.id, (made) => go("chat", made))}>Fork here<//>
@@ -172,12 +172,12 @@ function Why({ id, turnId }) {
     <p>${told.summary}</p>
     ${left
       ? html`<div class="sides">
-          <p class="note">Both begin with these ${number(left.index)} tokens; from there on they differ:</p>
+          <p class="note">The prompt and the stored conversation differ after ${number(left.index)} tokens:</p>
           <pre class="same">…${left.before}</pre>
-          <pre class="old"><b>was</b>${left.expected || "(the end)"}</pre>
-          <pre class="new"><b>is</b>${left.actual || "(the end)"}</pre>
+          <pre class="old"><b>stored</b>${left.expected || "(end)"}</pre>
+          <pre class="new"><b>prompt</b>${left.actual || "(end)"}</pre>
         </div>`
-      : html`<p class="note">The prompt continues the previous turn to its last token.${told.note && ` ${told.note}`}</p>`}
+      : html`<p class="note">The prompt begins with the complete stored conversation.${told.note && ` ${told.note}`}</p>`}
   </div>`;
 }
 
@@ -200,7 +200,7 @@ function Options({ value, onChange }) {
   const set = (name) => (event) => onChange({ ...value, [name]: event.target.value === "" ? undefined : Number(event.target.value) });
   return html`<details class="menu"><summary class="button">Options</summary><div class="sheet">
     <${Field} label="Temperature" hint="empty: the model's default"><input type="number" min="0" max="2" step="0.1" value=${value.temperature} onInput=${set("temperature")} /><//>
-    <${Field} label="Longest reply, tokens"><input type="number" min="1" value=${value.max_tokens} onInput=${set("max_tokens")} /><//>
+    <${Field} label="Maximum reply tokens"><input type="number" min="1" value=${value.max_tokens} onInput=${set("max_tokens")} /><//>
     <${Field} label="Seed"><input type="number" value=${value.seed} onInput=${set("seed")} /><//>
   </div></details>`;
 }

@@ -1,7 +1,7 @@
-// Agents as a git graph: every agent is a line of its turns, a fork leaves the line it came from.
+// Agents as a git graph: each agent is a line of turns, and a fork branches off its parent's line.
 //
-// A turn belongs to the oldest agent that has it. Below an agent come its forks, those that left
-// it last first: so no line crosses another.
+// A turn is on the line of the oldest agent that has it. An agent's forks are below it, the latest
+// branch first, so that lines do not cross.
 import { html } from "./vendor/preact-htm.js";
 
 export const WIDTH = 190;
@@ -34,7 +34,7 @@ export function layOut(agents) {
   return rows;
 }
 
-/** How far a tree reaches, and when it was last used; without recursion, for it may be deep. */
+/** Set a tree's first and last turn, last use and step width; iterative, because trees may be deep. */
 function measure(root) {
   const all = [root];
   for (let index = 0; index < all.length; index++) all.push(...all[index].forks);
@@ -50,7 +50,7 @@ function place(root, rows) {
     const line = stack.pop();
     line.root = root;
     line.row = rows.length;
-    line.through = []; // lines that pass on their way down
+    line.through = []; // depths of vertical lines that pass through this row
     rows.push(line);
     line.forks.sort((a, b) => a.leftAt - b.leftAt || b.agent.created_at - a.agent.created_at);
     stack.push(...line.forks);

@@ -88,7 +88,7 @@ function Rail({ view, id, onHelp }) {
       ${cache && html`<a href="#/memory" class="mini" title=${`RAM ${bytes(cache.memory.used)} of ${bytes(cache.memory.budget)}`}><span>RAM</span><${Bar} parts=${[["pool", cache.memory.used - cache.memory.working], ["hot", cache.memory.working]]} whole=${cache.memory.budget} label="RAM" /></a>
       <a href="#/memory" class="mini" title=${`Disk ${bytes(cache.disk.used)} of ${bytes(cache.disk.budget)}`}><span>Disk</span><${Bar} parts=${[["disk", cache.disk.used + cache.disk.other]]} whole=${cache.disk.budget} label="Disk" /></a>`}
       <div class="small">
-        <${Button} kind="quiet" icon="sun" title="Light or dark" onClick=${toggleTheme} />
+        <${Button} kind="quiet" icon="sun" title="Switch between light and dark" onClick=${toggleTheme} />
         <${Button} kind="quiet" title="Keyboard shortcuts (?)" onClick=${onHelp}>?<//>
         ${hasKey() && html`<${Button} kind="quiet" title="Forget the key" onClick=${dropKey}>Sign out<//>`}
       </div>
@@ -118,21 +118,21 @@ function Toasts() {
 function KeyDialog() {
   const done = ({ key }) => giveKey(key.trim());
   return html`<${Dialog} title="This server requires a key" action="Sign in" onDone=${done} onClose=${() => tell("link")}>
-    <p class="note">Create a key with <code>semantic keys add</code>. This page keeps it until you close the tab. An admin key also shows memory, metrics and models.</p>
+    <p class="note">Create a key with <code>semantic keys add</code>. This page keeps it until you close the tab. With an admin key, this page also shows memory, metrics and models.</p>
     ${known.keyFault && html`<p class="fault">${known.keyFault}</p>`}
     <${Field} label="Key"><input name="key" type="password" autocomplete="off" required /><//>
   <//>`;
 }
 
 const KEYS = [
-  ["1 … 6", "the views"],
-  ["/", "find"],
-  ["j k ↓ ↑", "next, previous agent"],
-  ["Enter", "chat with it; in a chat: send"],
+  ["1 … 6", "switch to a view"],
+  ["/", "search"],
+  ["j k ↓ ↑", "next or previous agent"],
+  ["Enter", "chat with the selected agent; in a chat: send"],
   ["f p l e x", "fork, pin, prefetch, evict, export"],
-  ["Del", "delete"],
+  ["Del", "delete the selected agent"],
   ["Esc", "close; in a chat: stop the reply"],
-  ["← → ↑ ↓", "in the map: block by block"],
+  ["← → ↑ ↓", "in the map: select a block"],
 ];
 
 const Help = ({ onClose }) =>

@@ -13,7 +13,7 @@ const levelOf = (share) => (share < 2 ? share : share < 4 ? 2 : 3);
 
 // -- the canvas --------------------------------------------------------------------------------
 
-/** Draws the map: all of it when it changed, else only what flashes. */
+/** Draws the map: all cells after a change, otherwise only the flashing ones. */
 class Painter {
   constructor(canvas) {
     this.canvas = canvas;
@@ -25,7 +25,7 @@ class Painter {
     this.flashing = new Set();
   }
 
-  /** Choose the size of a cell, so that all of them fit if they can. */
+  /** Choose the largest cell size at which all blocks fit, down to 5 pixels. */
   measure() {
     const box = this.canvas.parentElement;
     const width = box.clientWidth;
@@ -57,7 +57,7 @@ class Painter {
     for (const kind of Object.keys(KINDS)) {
       this.colours[kind] = Array.from({ length: LEVELS }, (_, level) => read(`--map-${kind}-${level}`));
     }
-    this.flash = Object.fromEntries(["made", "read", "written", "shared", "evicted", "gone"].map((what) => [what, read(`--flash-${what}`)]));
+    this.flash = Object.fromEntries(["created", "read", "written", "shared", "evicted", "gone"].map((what) => [what, read(`--flash-${what}`)]));
     this.painted = -1;
   }
 
@@ -91,7 +91,7 @@ class Painter {
     const { context } = this;
     context.fillStyle = this.ground;
     context.fillRect(0, 0, this.canvas.width, this.canvas.height);
-    const groups = new Map(); // cells of one colour together: changing it costs more than a cell
+    const groups = new Map(); // by colour: changing the colour costs more than drawing a cell
     for (let slot = 0; slot < map.slots.length; slot++) {
       const colour = this.colourOf(slot);
       if (groups.has(colour)) groups.get(colour).push(slot);
@@ -200,7 +200,7 @@ function BlockMap({ agent, onSeen }) {
   };
   const leave = () => show(-1);
   return html`<div class="map">
-    <canvas ref=${canvas} tabindex="0" role="img" aria-label=${`${map.byName.size} blocks`} onPointerMove=${point} onPointerDown=${point} onPointerLeave=${leave} onKeyDown=${press} onBlur=${leave} />
+    <canvas ref=${canvas} tabindex="0" role="img" aria-label=${`${map.byName.size} blocks in the map`} onPointerMove=${point} onPointerDown=${point} onPointerLeave=${leave} onKeyDown=${press} onBlur=${leave} />
     ${tip && html`<${Tip} ...${tip} onSeen=${onSeen} />`}
   </div>`;
 }
@@ -256,8 +256,8 @@ export function Memory() {
     ${cache && html`<${Budgets} cache=${cache} />`}
     <div class="legend">
       ${Object.entries(KINDS).map(([kind, text]) => html`<span><i class=${`dot map-${kind}`} />${text} <b>${short(counts[kind])}</b></span>`)}
-      <span><i class="dot shared" />stronger: shared <b>${short(shared)}</b></span>
-      <span class="flashes">${["made", "written", "read", "shared", "evicted"].map((what) => html`<i class=${`dot flash-${what}`} />${what} `)}</span>
+      <span><i class="dot shared" />stronger colour: shared <b>${short(shared)}</b></span>
+      <span class="flashes">${["created", "written", "read", "shared", "evicted"].map((what) => html`<i class=${`dot flash-${what}`} />${what} `)}</span>
     </div>
     <${BlockMap} agent=${agent} />
     ${!map.byName.size && html`<p class="note over">${map.isLoading ? "Reading blocks…" : "No blocks yet. They appear after the first requests."}</p>`}

@@ -36,7 +36,7 @@ export function Models() {
       sayFault(error);
     }
   };
-  const serve = (id) => change("swap", { model: id }, `Loading ${id} when running requests have finished.`);
+  const serve = (id) => change("swap", { model: id }, `${id} loads when running requests have finished.`);
   const health = known.health;
   return html`<section class="models">
     <header class="tools"><h1>Models</h1></header>
@@ -46,10 +46,10 @@ export function Models() {
       ${models?.map((model) => html`<${Model} key=${model.id} model=${model} onServe=${() => serve(model.id)} onUnload=${() => change("unload", {}, `Unloading ${model.id}.`)} canSwap=${!fault && !isBusy} />`)}
     </div>
     ${!fault && html`<form class="fetch" onSubmit=${(event) => (event.preventDefault(), wanted.trim() && serve(wanted.trim()))}>
-      <label class="field"><span>Serve another</span>
+      <label class="field"><span>Serve another model</span>
         <input value=${wanted} onInput=${(event) => setWanted(event.target.value)} placeholder="a path, or a Hugging Face id such as Qwen/Qwen2.5-0.5B-Instruct" /></label>
       <button class="main" disabled=${!wanted.trim() || isBusy}>Serve</button>
-      <small>A model that is not on this machine is downloaded first. If it cannot be loaded, the previous one is served again.</small>
+      <small>The server first downloads a model that is not on this machine. If loading fails, the server loads the previous model again.</small>
     </form>`}
   </section>`;
 }
@@ -69,7 +69,7 @@ function Model({ model, onServe, onUnload, canSwap }) {
     <p class="note">${facts.join(" · ")}</p>
     ${BUSY.has(model.state) && html`<div class="progress"><i /></div>`}
     ${model.detail && model.detail !== model.state && html`<p class="detail-text">${model.detail}</p>`}
-    ${model.fits === false && html`<p class="fault">Its weights do not fit this machine's memory.</p>`}
+    ${model.fits === false && html`<p class="fault">Its weights do not fit in this machine's memory.</p>`}
     <footer>
       ${isServed && canSwap && html`<${Button} onClick=${onUnload}>Unload<//>`}
       ${!isServed && !BUSY.has(model.state) && canSwap && html`<${Button} kind="main" onClick=${onServe}>Serve<//>`}
@@ -109,7 +109,7 @@ export function Connect() {
     </dl>
     ${shown.map((client) => html`<article class="client" key=${client.name}>
       <h2>${client.name}</h2>
-      ${client.launch && html`<${Snippet} note="For one run, without changing its configuration:" text=${`semantic launch ${client.launch} --server ${values.url}`} />`}
+      ${client.launch && html`<${Snippet} note="For one run, without changing the client's configuration:" text=${`semantic launch ${client.launch} --server ${values.url}`} />`}
       ${client.steps.map((step) => html`<${Snippet} note=${step.note} text=${fill(step.text)} />`)}
     </article>`)}
   </section>`;

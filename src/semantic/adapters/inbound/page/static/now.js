@@ -4,7 +4,7 @@ import { get, known, listen, usePolling, useTopics } from "./server.js";
 import { Bar, ReuseBar, ago, number, percent, seconds, short } from "./parts.js";
 
 const HOUR_S = 3600;
-const WINDOW_S = 60; // quantiles are of what happened in so long
+const WINDOW_S = 60; // quantiles cover this many seconds
 const history = { at: [], series: {} };
 
 // -- readings ----------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ async function refreshHistory() {
 
 const valueAt = (name, index) => history.series[name]?.[index] ?? 0;
 
-/** How much a counter grew a second, at each reading. */
+/** Increase of a counter per second, at each reading. */
 function rate(name) {
   return history.at.map((at, index) => {
     if (!index) return null;
@@ -41,7 +41,7 @@ function rate(name) {
 
 const gauge = (name) => history.at.map((_, index) => valueAt(name, index));
 
-/** A quantile of a histogram over the last while, at each reading; null where nothing was. */
+/** A quantile of a histogram over the last WINDOW_S, at each reading; null if nothing was observed. */
 function quantile(name, share) {
   const prefix = `${name}_bucket{le="`;
   const buckets = Object.keys(history.series)
@@ -73,7 +73,7 @@ const CHARTS = [
     title: "Tokens per second",
     lines: [
       ["replies", "--accent", () => rate("semantic_tokens_generated_total")],
-      ["prompts computed", "--computed", () => rate("semantic_tokens_prefilled_total")],
+      ["computed prompts", "--computed", () => rate("semantic_tokens_prefilled_total")],
     ],
     show: (value) => short(value),
   },
@@ -225,13 +225,13 @@ export function Now({ go }) {
       <${Figure} name="waiting" value=${waiting} />
       <${Figure} name="tokens/s" value=${short(latest(rate("semantic_tokens_generated_total")) ?? 0)} />
       <${Figure} name="first token p50" value=${seconds(lastKnown(quantile(TTFT, 0.5)))} note=${`p95 ${seconds(lastKnown(quantile(TTFT, 0.95)))}`} />
-      <${Figure} name="next token p50" value=${seconds(lastKnown(quantile(ITL, 0.5)))} note=${`p95 ${seconds(lastKnown(quantile(ITL, 0.95)))}`} />
+      <${Figure} name="between tokens p50" value=${seconds(lastKnown(quantile(ITL, 0.5)))} note=${`p95 ${seconds(lastKnown(quantile(ITL, 0.95)))}`} />
       <${Figure} name="reused" value=${percent(cache?.hit_rates.all)} note=${cache ? `${short(cache.replies)} replies` : ""} />
     </div>
     ${fault && html`<p class="fault">${fault}</p>`}
     <div class="columns">
       <div class="panel">
-        <h2>Running replies</h2>
+        <h2>Waiting and running requests</h2>
         ${running.length ? running.map((reply) => html`<${Running} key=${reply.turn_id} reply=${reply} go=${go} />`) : html`<p class="note">No requests are waiting or running.</p>`}
       </div>
       <div class="panel">

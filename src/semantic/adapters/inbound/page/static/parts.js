@@ -1,4 +1,4 @@
-// Pieces that several views are made of: numbers for people, bars, dialogs, text as it was written.
+// Components and helpers of several views: number formats, icons, bars, dialogs, lists, text.
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 // -- numbers -----------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ export function seconds(value) {
   return value < 100 ? `${value.toFixed(value < 10 ? 2 : 1)} s` : `${Math.round(value)} s`;
 }
 
-/** How long ago something was, in seconds since the epoch. */
+/** The age of a time that is given in seconds since the epoch. */
 export function ago(at) {
   const age = Date.now() / 1000 - at;
   if (!at) return "never";
@@ -38,7 +38,7 @@ export function ago(at) {
   return age < 86_400 ? `${Math.floor(age / 3600)} h` : `${Math.floor(age / 86_400)} d`;
 }
 
-// -- marks -------------------------------------------------------------------------------------
+// -- icons and bars ----------------------------------------------------------------------------
 
 const PATHS = {
   agents: "M5 3v12M5 9c0-4 9-1 9-6M3 15h4M12 3h4M5 15",
@@ -64,7 +64,7 @@ export const Icon = ({ name }) =>
 
 export const Tier = ({ tier }) => html`<span class="tier ${tier}">${tier}</span>`;
 
-/** A bar of parts against a whole: `[name, value]`, the name is its colour. */
+/** A bar of `[name, value]` parts relative to `whole`; the name selects the colour. */
 export function Bar({ parts, whole, label, isThick }) {
   const total = whole || parts.reduce((sum, [, value]) => sum + value, 0) || 1;
   return html`<span class=${`bar ${isThick ? "tall" : ""}`} role="img" aria-label=${label}>
@@ -80,10 +80,10 @@ const SOURCE_TEXT = {
   pool: "from blocks in memory",
   disk: "read from disk",
   computed: "computed",
-  drafted: "of the reply, drafted and accepted",
+  drafted: "accepted draft tokens of the reply",
 };
 
-/** Where the tokens of a prompt came from, and how many of the reply's were drafted. */
+/** The sources of a prompt's tokens, and the number of accepted draft tokens of the reply. */
 export function ReuseBar({ reuse, hasText = true }) {
   const parts = SOURCES.map((name) => [name, reuse[name] ?? 0]).filter(([, count]) => count);
   const said = parts.map(([name, count]) => `${number(count)} ${SOURCE_TEXT[name]}`).join(", ");
@@ -112,7 +112,7 @@ export function Copy({ text, label = "Copy" }) {
   return html`<${Button} icon="copy" kind="quiet" title="Copy" onClick=${copy}>${isDone ? "Copied" : label}<//>`;
 }
 
-/** A dialog with a form; `onDone` gets what was filled in. */
+/** A dialog with a form; `onDone` receives the form's values. */
 export function Dialog({ title, children, onDone, onClose, action = "OK" }) {
   const dialog = useRef();
   useEffect(() => {
@@ -138,7 +138,7 @@ export function Dialog({ title, children, onDone, onClose, action = "OK" }) {
 export const Field = ({ label, hint, children }) =>
   html`<label class="field"><span>${label}</span>${children}${hint && html`<small>${hint}</small>`}</label>`;
 
-/** A list of many rows of one height, of which only those in sight are drawn. */
+/** A list of rows of equal height that draws only the visible ones. */
 export function Rows({ rows, height, draw, focus = -1, label }) {
   const box = useRef();
   const [view, setView] = useState({ top: 0, size: 800 });
@@ -176,7 +176,7 @@ function inline(text) {
   });
 }
 
-/** Code, bold words and paragraphs; all else stays as it was written. */
+/** Renders code, bold words and paragraphs; shows other Markdown as plain text. */
 export function Prose({ text }) {
   return text.split(/^(```[^\n]*\n[\s\S]*?(?:^```[ \t]*$|$(?![\s\S])))/m).map((piece) => {
     if (!piece.startsWith("```")) return piece.trim() && html`<p>${inline(piece.trim())}</p>`;

@@ -1,4 +1,4 @@
-// The state of the server as the page knows it, and how it stays up to date.
+// The page's copy of the server's state, and the code that keeps it up to date.
 //
 // The page follows one stream of events and then requests what changed. When the connection is
 // lost, the page keeps its state, shows a warning, and reconnects.
@@ -17,11 +17,11 @@ export const known = {
   health: null,
   models: [],
   agents: new Map(),
-  isWhole: false, // all agents are there
+  isWhole: false, // all agents are loaded
   cache: null,
   cacheFault: "",
   running: [],
-  events: [], // the latest, for people
+  events: [], // the latest first, for the activity list
   toasts: [],
 };
 
@@ -50,14 +50,14 @@ export function listen(topics, listener) {
   return () => topics.forEach((topic) => listeners.get(topic).delete(listener));
 }
 
-/** Draw a component again when one of these topics changes. */
+/** Render a component again when one of these topics changes. */
 export function useTopics(...topics) {
   const [, redraw] = useReducer((count) => count + 1, 0);
   useEffect(() => listen(topics, () => redraw()), topics);
   return known;
 }
 
-/** Call `work` now and every so often, while the component is shown and the page is seen. */
+/** Call `work` now and every `ms`, while the component is mounted and the page is visible. */
 export function usePolling(work, ms, inputs = []) {
   useEffect(() => {
     let isOver = false;
@@ -143,7 +143,7 @@ function wantKey(message) {
   tell("link");
 }
 
-/** Use a key from now on, for as long as the tab is open. */
+/** Store a key until the tab is closed, and reconnect with it. */
 export function giveKey(key) {
   sessionStorage.setItem(KEY, key);
   known.needsKey = false;
@@ -163,13 +163,13 @@ export function dropKey() {
 const stale = new Set();
 let refreshing = 0;
 
-export const leaving = new Map(); // agents that are deleted unless the user takes it back
+export const leaving = new Map(); // agent -> the function that deletes it, unless the user clicks Undo
 
 const isListed = (agent) =>
   !leaving.has(agent.id) &&
   (known.agents.has(agent.id) || agent.settings.pin || agent.turns > 1 || !/^(anon|client)-/.test(agent.id));
 
-const gone = new Map(); // when agents were deleted: what was asked before that is too old
+const gone = new Map(); // agent -> when it was deleted; answers to earlier requests are outdated
 
 export function putAgent(agent, askedAt = Infinity) {
   if ((gone.get(agent.id) ?? 0) > askedAt) return;
@@ -183,7 +183,7 @@ export function forgetAgent(id) {
   tell("agents");
 }
 
-/** Request an agent again, soon and together with others. */
+/** Request an agent again after 150 ms, together with other agents. */
 export function refreshAgent(id) {
   stale.add(id);
   refreshing ||= setTimeout(refreshStale, 150);
@@ -237,7 +237,7 @@ export function refreshCache(isUrgent = false) {
     } catch (error) {
       if (error.status) known.cacheFault = error.message;
     }
-    // With many agents this takes the server a while: the slower it is, the less often it is asked.
+    // With many agents this request is slow: the longer it takes, the less often the page sends it.
     cacheDue = Date.now() + Math.max(1500, 20 * (Date.now() - asked));
     cacheTimer = 0;
     tell("cache");
@@ -247,7 +247,7 @@ export function refreshCache(isUrgent = false) {
 export async function refreshModels() {
   const headers = headersOf({});
   const answer = await fetch("health", { headers });
-  known.health = await answer.json(); // 503 tells how it is, too
+  known.health = await answer.json(); // a 503 response has the same fields
   known.models = (await get("v1/models")).data;
   tell("models");
 }

@@ -1,3 +1,3 @@
-// Before the first paint: the colours somebody chose, or the system's.
+// Sets the chosen theme before the first paint; without a choice, the system's theme applies.
 const chosen = localStorage.getItem("semantic.theme");
 if (chosen) document.documentElement.dataset.theme = chosen;
