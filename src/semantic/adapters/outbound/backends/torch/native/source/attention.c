@@ -1,9 +1,9 @@
 /* Attention within sequences, over float32 keys and values. */
 #include "step.h"
 
-enum { HEADS = 3 };                          /* that are computed at once if they share keys */
-enum { SIDE = 8, BLOCK = 64, QUERIES = 96 }; /* keys of a square; keys of a block; queries of a tile */
-enum { PANEL = PANEL_VECTORS * LANES };      /* queries of a panel, which are its lanes */
+enum { HEADS = 3 };                          /* heads computed at once if they share keys */
+enum { SIDE = 8, BLOCK = 64, QUERIES = 96 }; /* keys per square, keys per block, queries per tile */
+enum { PANEL = PANEL_VECTORS * LANES };      /* queries per panel, one per lane */
 #define MASKED -1e30f
 
 /* ---- single rows ----------------------------------------------------------------------------- */
@@ -41,7 +41,7 @@ INLINE void score_keys(const float *query, int heads, const float *keys, int cou
 INLINE void weigh(float *scores, int count, float *greatest_and_sum) {
     vf most = splat(MASKED), total = zeros();
     float all[LANES], greatest = MASKED;
-    for (int j = count; j % LANES; j++) scores[j] = MASKED; /* their weights round to nothing */
+    for (int j = count; j % LANES; j++) scores[j] = MASKED; /* their weights round to zero */
     for (int j = 0; j < count; j += LANES) most = vmax(most, load(scores + j));
     store(all, most);
     for (int i = 0; i < LANES; i++) greatest = all[i] > greatest ? all[i] : greatest;
@@ -79,8 +79,8 @@ INLINE void add_values(float scores[HEADS][KEYS + LANES], int heads, const float
             store_some(part + h * stride + d + v * LANES, acc[h][v], dim - d - v * LANES);
 }
 
-/* Heads that share keys over some of these: weighted values, the greatest score, and the sum of
- * weights of each. Several heads at once, so that none waits for its own last sum. */
+/* Attention of heads that share keys, over `count` keys: writes each head's weighted values, greatest
+ * score and sum of weights. Several heads run at once, because each addition waits for the last one. */
 INLINE void attend_keys(const float *query, int heads, const float *keys, const float *values,
                         int count, int dim, float *part, size_t stride) {
     float scores[HEADS][KEYS + LANES];
@@ -108,7 +108,7 @@ INLINE float *part_of(const Step *s, int single, int head, int share) {
     return s->parts + (((size_t)single * m->heads + head) * s->num_shares + share) * part_size(m);
 }
 
-/* Add one part of a head's attention to another. */
+/* Merge one part of a head's attention into another. */
 static void merge_parts(float *part, const float *other, int dim) {
     float greatest = fmaxf(part[dim], other[dim]);
     float mine = exponential(splat(part[dim] - greatest))[0];
@@ -122,8 +122,8 @@ static void merge_parts(float *part, const float *other, int dim) {
     part[dim + 1] = part[dim + 1] * mine + other[dim + 1] * its;
 }
 
-/* A share of a single row's keys, for the heads that share them: these take a piece one after the
- * other, while it is in the cache. Where there are few rows, several threads share a row's pieces. */
+/* Attention over a share of a single row's keys. The heads that share these keys process a piece one
+ * after the other while it is in the cache. With few rows, several threads divide a row's pieces. */
 static void attend_single(Step *s, int layer, int item, float *scratch) {
     const Model *m = s->model;
     int shared = m->heads / m->kv_heads, stride = (m->heads + 2 * m->kv_heads) * m->dim;
@@ -147,7 +147,7 @@ static void attend_single(Step *s, int layer, int item, float *scratch) {
     }
 }
 
-/* The sum of a head's weights and its sink's. */
+/* A head's sum of weights, including its sink's weight. */
 INLINE float with_sink(float total, float greatest, const Layer *layer, int head) {
     if (!layer->sinks) return total;
     return total + exponential(vmin(splat(88.0f), splat(layer->sinks[head] - greatest)))[0];
@@ -168,9 +168,9 @@ void join_parts(const Step *s, int row, const Layer *layer, float *out) {
     }
 }
 
-/* ---- tiles: panels of queries, which are a vector's lanes -------------------------------------- */
+/* ---- tiles: panels of queries, one query per vector lane --------------------------------------- */
 
-/* Sums over `count` of SIDE numbers of y times a panel of x. */
+/* Add the products of SIDE numbers of y and a panel of x, summed over `count`. */
 INLINE void multiply_square(const float *x, const float *y, size_t y_stride, int count,
                             vf acc[SIDE][PANEL_VECTORS]) {
     for (int k = 0; k < count; k++, x += PANEL, y += y_stride) {
@@ -185,7 +185,7 @@ INLINE void multiply_square(const float *x, const float *y, size_t y_stride, int
     }
 }
 
-/* Rows of numbers as columns of a panel of `width`; rows that are not there are zero. */
+/* Write rows as columns of a panel of `width`; missing rows are zero. */
 INLINE void transpose_panel(const float *const *rows, int count, int width, int dim, float *panel) {
     for (int i = 0; i < width; i++)
         for (int d = 0; d < dim; d++) panel[d * width + i] = i < count ? rows[i][d] : 0.0f;
@@ -194,7 +194,7 @@ INLINE void transpose_panel(const float *const *rows, int count, int width, int 
 /* A panel of queries and their attention so far, [dim][PANEL] each. */
 typedef struct {
     float *queries, *sums;
-    int64_t first[PANEL], last[PANEL]; /* the keys that each query may see */
+    int64_t first[PANEL], last[PANEL]; /* range of keys that each query attends to */
     int64_t least_last, most_last, most_first;
     float greatest[PANEL], total[PANEL];
 } Panel;
@@ -205,7 +205,7 @@ static void mask_scores(const Panel *p, int64_t start, int count, float *scores)
             if (start + j > p->last[i] || start + j < p->first[i]) scores[j * PANEL + i] = MASKED;
 }
 
-/* Turn scores into weights; returns by how much earlier sums shrink. */
+/* Turn scores into weights; returns the factor by which earlier sums are scaled. */
 INLINE vf weigh_panel(Panel *p, int lane, int count, float *scores) {
     vf before = load(p->greatest + lane), greatest = before, total = zeros();
     for (int j = 0; j < count; j++) greatest = vmax(greatest, load(scores + j * PANEL + lane));
@@ -256,7 +256,7 @@ size_t attention_scratch(const Model *m) {
     return tiles > single ? tiles : single;
 }
 
-/* The queries of a tile, its rows' heads that share keys, in panels; returns the number of panels. */
+/* Copy a tile's queries (of the heads that share keys) into panels; returns the number of panels. */
 static int fill_panels(const Step *s, int layer, const int32_t *tile, int head, Panel *panels,
                        float *scratch) {
     const Model *m = s->model;
@@ -275,7 +275,7 @@ static int fill_panels(const Step *s, int layer, const int32_t *tile, int head, 
             p->first[i] = first_visible(row, &m->layers[layer]), p->last[i] = row->position;
             p->greatest[i] = MASKED, p->total[i] = 0.0f;
         }
-        /* Rows of a tile follow each other, so the bounds are those of the first and the last. */
+        /* Rows of a tile are consecutive, so the bounds are those of the first and the last. */
         p->least_last = p->last[0], p->most_last = p->last[PANEL - 1];
         p->most_first = p->first[PANEL - 1];
         transpose_panel(queries, PANEL, PANEL, dim, p->queries);
@@ -331,7 +331,7 @@ void find_tiles(Step *s) {
     }
 }
 
-/* The last tiles, which have the most keys, come first: no thread waits for them at the end. */
+/* The last tiles have the most keys and start first, so that no thread waits for them at the end. */
 void attend_phase(Step *s, Team *team, int thread, int layer) {
     int heads = s->model->kv_heads, tiled = s->num_tiles * heads, item;
     float *scratch = s->scratch + thread * s->scratch_size;

@@ -1,12 +1,12 @@
 /* Mixtures of experts: MLPs of which a router chooses some for each row.
  *
- * Rows of the same expert are multiplied together, so that its weights are read once for them. A
- * thread has columns of the result for itself and adds the experts there in the order of their
- * numbers: a row's sum does not depend on the rows beside it, nor on the number of threads.
+ * Rows of the same expert are multiplied together, so that its weights are read once for them. Each
+ * thread computes its own columns of the result and adds the experts in the order of their numbers,
+ * so a row's sum depends neither on the other rows nor on the number of threads.
  */
 #include "step.h"
 
-enum { ROUTED_ROWS = 256 }; /* that are sorted by expert at once, which bounds the memory */
+enum { ROUTED_ROWS = 256 }; /* rows sorted by expert at once; bounds the memory */
 
 INLINE int routed_rows(int num_rows) { return num_rows < ROUTED_ROWS ? num_rows : ROUTED_ROWS; }
 
@@ -48,7 +48,7 @@ static void choose_phase(Step *s, Team *team, const Layer *layer) {
     barrier(team);
 }
 
-/* Sort the choices of some rows by expert; an expert that a row has chosen becomes a run. */
+/* Sort the choices of some rows by expert; the rows of one expert are a run. */
 static void sort_by_expert(Step *s, const Layer *layer, int first_row, int num_rows) {
     int each = layer->num_chosen, count = num_rows * each, place = 0;
     const int32_t *chosen = s->chosen + (size_t)first_row * each;
@@ -71,7 +71,7 @@ static void sort_by_expert(Step *s, const Layer *layer, int first_row, int num_r
     }
 }
 
-/* Prepare the rows of `x`, one for each choice or, if `is_by_row`, of the choice's row. */
+/* Prepare a row of `x` for each choice: its own row or, if `is_by_row`, the row of its token. */
 static void prepare_runs(Step *s, Team *team, int count, const Matrix *reader, const float *x,
                          int is_by_row) {
     int i;
@@ -86,7 +86,7 @@ static void prepare_runs(Step *s, Team *team, int count, const Matrix *reader, c
     barrier(team);
 }
 
-/* Rows of a run from `first` on that are multiplied at once, and where they are prepared. */
+/* The number of rows of a run to multiply at once, from `first` on; sets `x` to the prepared rows. */
 INLINE int run_tile(const Step *s, const Run *run, int first, const Matrix *a, const int8_t **x) {
     *x = s->prepared + (run->first + first) * prepared_size(a);
     return run->count - first < MAX_TILE ? run->count - first : MAX_TILE;

@@ -7,7 +7,7 @@
 #if defined(__AVXVNNI__)
 #define DOT_BYTES _mm256_dpbusd_avx_epi32
 #elif defined(__AVX512VNNI__)
-#define DOT_BYTES _mm256_dpbusd_epi32 /* the same in another encoding, for tests */
+#define DOT_BYTES _mm256_dpbusd_epi32 /* the same instruction in another encoding, for tests */
 #endif
 #ifdef DOT_BYTES
 #define HAS_WORDS 0
@@ -24,7 +24,7 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 INLINE void cpu_pause(void) { _mm_pause(); }
 INLINE vf splat(float x) { return (vf)_mm256_set1_ps(x); }
 INLINE vf fmadd(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-/* The second operand where either is not a number. */
+/* Returns the second operand if either is NaN. */
 INLINE vf vmax(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
 INLINE vi round_to_int(vf v) { return (vi)_mm256_cvtps_epi32((__m256)v); }
 INLINE vf load_halves(const uint16_t *p) {
@@ -91,11 +91,11 @@ INLINE void dot_rows(const uint8_t *block, int bits, const int8_t *digits, int c
 
 #else
 
-/* GCC would add the products in another order, all of them at the end, and spill them until then. */
+/* Without this, GCC adds all products at the end and spills them until then. */
 #define keep_order(a, b) __asm__("" : "+x"(a), "+x"(b))
 
 /* Four bits: a 16-bit sum of eight pairs is at most 8 * 2 * 15 * 128 = 30,720 and cannot saturate.
- * Eight bits would: there activations are whole 16-bit words, columns 0 and 2, then 1 and 3. */
+ * Eight bits could, so their activations are 16-bit words: columns 0 and 2, then 1 and 3. */
 INLINE void dot_rows(const uint8_t *block, int bits, const int8_t *digits, int count, vi *sums) {
     __m256i high[4], low[4];
 #pragma GCC unroll 4

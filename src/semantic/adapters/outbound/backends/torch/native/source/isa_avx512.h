@@ -15,7 +15,7 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 INLINE void cpu_pause(void) { _mm_pause(); }
 INLINE vf splat(float x) { return (vf)_mm512_set1_ps(x); }
 INLINE vf fmadd(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-/* The second operand where either is not a number. */
+/* Returns the second operand if either is NaN. */
 INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE vi round_to_int(vf v) { return (vi)_mm512_cvtps_epi32((__m512)v); }
 INLINE vf load_halves(const uint16_t *p) {
@@ -45,8 +45,8 @@ INLINE void reduce4(const vf *v, float *sums) {
     _mm_storeu_ps(sums, _mm_hadd_ps(a, b));
 }
 
-/* Add the dot products of four columns; the activations are broadcast by the instruction itself,
- * which GCC 12 does not find by itself. */
+/* Add the dot products of four columns; the instruction itself broadcasts the activations, a
+ * form that GCC 12 does not generate. */
 INLINE __m512i dot4(__m512i sum, __m512i w, const int8_t *x) {
     __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*(const int32_t *)x));
     return sum;

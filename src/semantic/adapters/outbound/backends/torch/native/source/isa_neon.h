@@ -22,7 +22,7 @@ INLINE vi round_to_int(vf v) { return (vi)vcvtnq_s32_f32((float32x4_t)v); }
 INLINE vf load_halves(const uint16_t *p) {
     return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 }
-/* Sizes are multiples of four: a vector is whole or not there at all. */
+/* Sizes are multiples of four, so a vector is either complete or empty. */
 INLINE vf load_some(const float *p, int count) {
     return count > 0 ? (vf)vld1q_f32(p) : (vf){0};
 }
@@ -48,9 +48,9 @@ INLINE int32x4_t dot_digits(int32x4_t sum, const int8x16_t *w, const int8_t *dig
     return sum;
 }
 
-/* A group's exact dot products of `count` rows of digits with LANES rows of weights. Eight bits are
- * signed here, so 128 times the group's sum is added. Low digits continue the sum of the high ones;
- * with few rows they are summed apart, so that neither chain waits for the other. */
+/* A group's exact dot products of `count` rows of digits with LANES rows of weights. 8-bit
+ * weights are signed here, so 128 times the group's sum is added. Low digits are added to the sum of
+ * the high ones; with few rows they have a separate sum, so that neither sum waits for the other. */
 INLINE void dot_group(const uint8_t *block, int bits, const int8_t *digits, const float *group_sums,
                       int count, vi *sums) {
     int is_apart = count <= 4;

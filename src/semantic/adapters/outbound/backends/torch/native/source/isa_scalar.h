@@ -16,7 +16,7 @@ INLINE vf fmadd(vf a, vf b, vf c) {
     for (int i = 0; i < LANES; i++) c[i] = fmaf(a[i], b[i], c[i]);
     return c;
 }
-/* The second operand where either is not a number. */
+/* Returns the second operand if either is NaN. */
 INLINE vf vmax(vf a, vf b) {
     for (int i = 0; i < LANES; i++) b[i] = a[i] > b[i] ? a[i] : b[i];
     return b;

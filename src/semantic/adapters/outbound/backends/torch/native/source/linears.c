@@ -1,9 +1,9 @@
-/* Multiplications of few or many rows of activations with a matrix. */
+/* Multiplies rows of activations by a matrix. */
 #include "linears.h"
 
 #include <stdlib.h>
 
-enum { WIDTH = 512, AHEAD = 128 }; /* of float32: columns at once, and those prefetched */
+enum { WIDTH = 512, AHEAD = 128 }; /* float32: columns per part, columns prefetched ahead */
 
 void *allocate(size_t bytes) {
 #if defined(_WIN32)
@@ -31,7 +31,7 @@ INLINE float *sums_of(const int8_t *digits, int columns, int width) {
     return (float *)(digits + (size_t)columns * 2 * width);
 }
 
-/* The greatest magnitude. Compared as integers, NaN is the greatest, and the result is NaN too. */
+/* The greatest magnitude. NaN compares greatest as an integer, so the result is NaN if any is. */
 INLINE float largest_magnitude(const float *x, int columns) {
     vi most = {0};
     for (int i = 0; i < columns; i += LANES) {
@@ -68,7 +68,7 @@ static void to_digits(const float *x, int columns, int8_t *tile, int place, int 
         } else {
             for (int i = 0; i < GROUP; i++) {
                 int32_t value = (int16_t)values[i], high = (value + 128) >> 8;
-                digits[i] = (int8_t)high; /* the nearest, so that the low digit has a sign */
+                digits[i] = (int8_t)high; /* rounded to nearest, so the low digit is signed */
                 digits[GROUP + i] = (int8_t)(value - high * 256);
             }
         }
@@ -235,9 +235,9 @@ INLINE int tile_of(const Input *input, const Matrix *a, int first, const int8_t 
     return tile_width(first, input->rows);
 }
 
-/* Columns that are taken at once: of float32 so many that a tile of activations stays in cache. */
+/* Columns to multiply at once; with float32, few enough that a tile of activations stays in cache. */
 INLINE int part_width(const Matrix *a, int from, int rows) {
-    int left = a->columns - from; /* the last part is never small: each part has sums to reduce */
+    int left = a->columns - from; /* no small last part: every part has sums to reduce */
     return a->kind == FULL && rows > 4 && left > WIDTH + WIDTH / 2 ? WIDTH : left;
 }
 
@@ -314,7 +314,7 @@ static void linear_job(void *argument, Team *team, int index) {
     project(team, l->matrix, 1, &input, l->out, l->matrix->rows, 0);
 }
 
-/* Multiply rows with a matrix; 0, or 1 when there is no memory for it. */
+/* Multiply rows by a matrix. Returns 0, or 1 if memory allocation fails. */
 int semantic_linear(const Matrix *matrix, const float *x, int rows, float *out, int threads) {
     Linear l = {matrix, x, out, allocate(rows * prepared_size(matrix)), rows};
     if (!l.prepared) return 1;

@@ -7,21 +7,21 @@
 
 enum { FULL = 0, FOUR_BITS = 4, EIGHT_BITS = 8 };
 
-/* Weights are float32 rows as they lie, or integers of 4 or 8 bits with a scale and a bias for every
+/* Weights are plain float32 rows, or integers of 4 or 8 bits with a scale and a bias for every
  * 32 of a row, packed by `semantic_pack`. */
 typedef struct {
     const void *data;
     const float *bias; /* or NULL */
     int32_t kind, rows, columns;
-    float unit; /* scales and biases of groups are multiples of it */
+    float unit; /* factor of the stored scales and biases of groups */
 } Matrix;
 
-/* What a gated MLP computes of its two products: silu(gate) * up; gelu(gate) * up with the tanh
+/* How a gated MLP combines its two products: silu(gate) * up; gelu(gate) * up with the tanh
  * approximation; or, with both clamped to `limit`, gate * sigmoid(alpha * gate) * (up + 1). */
 enum { SILU = 0, GELU_TANH = 1, CLAMPED = 2 };
 typedef struct {
     int32_t kind;
-    float alpha, limit; /* of CLAMPED */
+    float alpha, limit; /* for CLAMPED */
 } Activation;
 
 /* Rows of activations in the form that a kind of matrix reads, in tiles of up to MAX_TILE rows.
@@ -48,12 +48,12 @@ void prepare(int8_t *prepared, const Matrix *reader, int row, int num_rows, cons
 /* Prepare a row as number `place` of a tile of `width` rows. */
 void prepare_in_tile(int8_t *tile, const Matrix *reader, int place, int width, const float *x);
 
-/* LANES results, from row `LANES * index` of the matrix on, for each of up to MAX_TILE rows; of
- * float32 over `columns` of the columns. */
+/* Compute LANES results, from row `LANES * index` of the matrix on, for each of up to MAX_TILE rows;
+ * with float32, over `columns` of the columns. */
 void multiply(const Matrix *a, int index, const int8_t *x, int count, int from, int columns, vf *out);
 
-/* One phase: multiply by matrices that read the same input; their results lie side by side in a row
- * of `out`, or are added to what is there. */
+/* One phase: multiply by matrices that read the same input; their results are side by side in a
+ * row of `out`, or are added to it. */
 void project(Team *team, const Matrix *all, int num_matrices, const Input *input, float *out,
              int stride, int is_added);
 
@@ -63,7 +63,7 @@ void project_gated(Team *team, const Matrix *gate, const Matrix *up, const Activ
 
 INLINE int num_blocks(const Matrix *a) { return (a->rows + LANES - 1) / LANES; }
 
-/* Blocks that a thread takes at once: eight pieces or more for each thread. */
+/* Blocks that a thread takes at once, so that there are at least eight pieces per thread. */
 INLINE int piece_size(int blocks, const Team *team) {
     enum { MOST = 64 / LANES };
     int size = blocks / (team->count * 8);

@@ -1,4 +1,4 @@
-/* Lays a file's integers out as the kernels read them.
+/* Converts a file's integers to the layout that the kernels read.
  *
  * A block is LANES rows of 32 columns: eight vectors of four columns of each row (4 bits: the lower
  * halves of four vectors' bytes are vectors 0 to 3, the upper ones 4 to 7), then each row's scale
@@ -29,7 +29,7 @@ static uint16_t to_half(float value) {
     return (uint16_t)(sign | (uint16_t)((magnitude - 0x38000000) >> 13));
 }
 
-/* Four bits, 16 of them: each in a byte of its own. */
+/* Spread four 4-bit numbers over four bytes. */
 INLINE uint32_t spread(uint32_t four) {
     four = (four | four << 8) & 0x00ff00ff;
     return (four | four << 4) & 0x0f0f0f0f;
@@ -80,7 +80,7 @@ size_t semantic_packed_size(int rows, int columns, int bits) {
     return blocks * 4 * LANES * (bits + 1);
 }
 
-/* Pack a matrix whose integers lie in rows, the first in the lowest bits. */
+/* Pack a matrix whose integers are stored in rows, the first in the lowest bits. */
 void semantic_pack(const uint8_t *packed, const float *scales, const float *biases, int rows,
                    int columns, int group, int bits, float unit, uint8_t *out, int threads) {
     Packing p = {packed, scales, biases, rows, columns, group, bits, out, unit};

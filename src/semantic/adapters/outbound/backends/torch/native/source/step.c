@@ -1,6 +1,6 @@
 /* A decode or prefill step in one call.
  *
- * A step of a small model is some nine hundred operations of microseconds each; calling them one by
+ * A step of a small model has about nine hundred operations of microseconds each; calling them one by
  * one takes three times as long as computing them. Here threads are woken once and wait for each
  * other at a barrier after each phase; within a phase a thread that is free takes the next piece.
  */
@@ -19,7 +19,7 @@ static void normalise(const float *x, const float *weight, int size, float eps, 
     }
 }
 
-/* Add to a row what the last matrix has left in `normed`, normalised, if it has a norm. */
+/* With an output norm, normalise the last matrix's output in `normed` and add it to the row. */
 static void add_output(Step *s, int row, const float *weight) {
     int size = s->model->hidden;
     float *hidden = s->hidden + (size_t)row * size, *output = s->normed + (size_t)row * size;
@@ -28,7 +28,7 @@ static void add_output(Step *s, int row, const float *weight) {
     for (int i = 0; i < size; i++) hidden[i] += output[i];
 }
 
-/* Normalise all rows for a matrix; `output_norm` is that of what the last matrix computed. */
+/* Normalise all rows for a matrix; `output_norm` applies to the last matrix's output. */
 static void norm_phase(Step *s, Team *team, const float *output_norm, const float *weight,
                        const Matrix *reader) {
     int size = s->model->hidden, row;
@@ -122,8 +122,8 @@ static void head_phase(Step *s, Team *team, const float *output_norm) {
     project(team, &m->head, 1, &input, s->logits, m->head.rows, 0);
 }
 
-/* Multiply by the last matrix of attention or of an MLP, whose results are added to `hidden`; with a
- * norm they wait for it in `normed`. */
+/* Multiply by the last matrix of attention or of an MLP. Without a norm, add the results to `hidden`;
+ * with one, store them in `normed` until it is applied. */
 static void project_output(Step *s, Team *team, const Matrix *matrix, const float *norm) {
     Input input = {s->prepared, s->num_rows};
     project(team, matrix, 1, &input, norm ? s->normed : s->hidden, s->model->hidden, !norm);
@@ -192,7 +192,7 @@ static Sizes largest_sizes(const Model *m, size_t num_rows) {
 
 enum { NUM_BUFFERS = 12 };
 
-/* Allocate a step's scratch memory into `buffers`; returns 1 when there is none. */
+/* Allocate a step's scratch memory into `buffers`; returns 1 if that fails. */
 static int allocate_all(Step *s, size_t num_threads, void **buffers) {
     const Model *m = s->model;
     size_t n = s->num_rows, width = (size_t)m->heads * m->dim, floats = sizeof(float);
@@ -215,8 +215,8 @@ static int allocate_all(Step *s, size_t num_threads, void **buffers) {
     return failed;
 }
 
-/* Run a model over some rows; `hidden` has their embeddings and is overwritten. The cosines and sines
- * are [RoPE, row, dim]. Rows of `last` differ. Returns 0, or 1 when there is no memory for it. */
+/* Run a model over rows; `hidden` has their embeddings and is overwritten. The cosines and sines are
+ * [RoPE, row, dim]. `last` has no row twice. Returns 0, or 1 if memory allocation fails. */
 int semantic_step(const Model *model, const Row *rows, int num_rows, const float *cos,
                   const float *sin, const int32_t *last, int num_last, float *hidden,
                   float *logits, int threads) {
@@ -242,7 +242,7 @@ int semantic_step(const Model *model, const Row *rows, int num_rows, const float
     return failed;
 }
 
-/* The sizes of the structures that callers lay out, in 16 bits each. */
+/* The sizes of the structures that callers fill in, in 16 bits each. */
 uint64_t semantic_abi(void) {
     return (uint64_t)sizeof(Matrix) | (uint64_t)sizeof(Layer) << 16 | (uint64_t)sizeof(Model) << 32 |
            (uint64_t)sizeof(Row) << 48;

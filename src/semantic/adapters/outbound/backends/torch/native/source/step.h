@@ -13,12 +13,12 @@ typedef struct {
     const float *norm, *mlp_norm;               /* before attention, before the MLP */
     const float *query_norm, *key_norm;         /* of each head; these and the rest may be NULL */
     const float *output_norm, *mlp_output_norm; /* of what attention and the MLP add */
-    const float *sinks;                         /* a score of each head that has no value */
+    const float *sinks;                         /* attention sinks: a score per head */
     const Mlp *mlps;                            /* the MLP, or each expert */
     Matrix inputs[3];                           /* queries, keys, values; or one for all */
     Matrix output, router;
     int32_t num_inputs, window; /* 0: attends to all tokens */
-    int32_t rope;               /* which cosines and sines */
+    int32_t rope;               /* index of its cosines and sines */
     int32_t num_experts;        /* 0: `mlps` is one MLP, without a router */
     int32_t num_chosen, is_normalised; /* experts of a row; whether their weights sum to 1 */
 } Layer;
@@ -59,18 +59,18 @@ typedef struct {
     int32_t num_shares; /* threads that may share the keys of a single row */
     int32_t *tiles;     /* first row and number of rows */
     int32_t *single;    /* rows that are in no tile */
-    int32_t *place;     /* of each row in `single`, or -1 */
+    int32_t *place;     /* index of each row in `single`, or -1 */
     float *normed, *inputs, *attended, *inner, *parts, *scratch;
     size_t scratch_size; /* floats for each thread */
     int8_t *prepared;    /* what the next matrix reads */
-    float *scores, *weights; /* of each row: of all experts; of those chosen */
+    float *scores, *weights; /* per row: of all experts; of the chosen ones */
     int32_t *chosen;
     Routed *routed; /* sorted by expert */
     Run *runs;
     int32_t num_runs;
 } Step;
 
-enum { KEYS = 128 }; /* of a single row, attended to at once */
+enum { KEYS = 128 }; /* keys of a single row in one piece */
 
 INLINE int64_t first_visible(const Row *row, const Layer *layer) {
     int64_t first = layer->window ? row->position + 1 - layer->window : 0;
@@ -94,7 +94,7 @@ void attend_phase(Step *s, Team *team, int thread, int layer);
 size_t expert_prepared_size(const Layer *layer, int num_rows);
 size_t expert_inner_size(const Layer *layer, int num_rows);
 
-/* Phases of a layer's experts: `normed` has their input, prepared for the router; what they compute
+/* Phases of a layer's experts: `normed` has their input, prepared for the router; their output
  * is added to `hidden`. */
 void mix_experts(Step *s, Team *team, const Layer *layer);
 

@@ -1,12 +1,13 @@
 /* Threads are created once and sleep between jobs. Within a job they wait at barriers: they spin for
- * a quarter of a millisecond, as waking takes a tenth, and then sleep. Beside other programs a
- * thread that sleeps is scheduled first when it is woken; one that spins has used up its share.
+ * a quarter of a millisecond, as waking takes a tenth, and then sleep. On a busy
+ * machine, a thread that slept is scheduled first when it wakes; one that spun has used up its slice.
  *
  * Memory order. A job's fields are written before `generation` changes and read after it was seen
  * to change; `generation` also carries the number of threads, so a thread that is not in a job never
  * reads the fields. The next job is published only after all threads of the last have decremented
  * `working`. A sleeper increments `sleepers` and then reads the word it waits for; a waker writes
- * the word and then reads `sleepers`; both are sequentially consistent, so one sees the other.
+ * the word and then reads `sleepers`. Both are sequentially consistent, so at least one of them sees
+ * the other's write.
  */
 #include "threads.h"
 
@@ -62,7 +63,7 @@ static void wake_all(atomic_int *word) {
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, MAX_THREADS, NULL, NULL, 0);
 }
 #elif defined(__APPLE__)
-/* What os_sync_wait_on_address calls; that is public, but only from macOS 14.4 on. */
+/* os_sync_wait_on_address calls these; it is public, but only from macOS 14.4 on. */
 extern int __ulock_wait(uint32_t operation, void *address, uint64_t value, uint32_t timeout_us);
 extern int __ulock_wake(uint32_t operation, void *address, uint64_t value);
 enum { UL_COMPARE_AND_WAIT = 1, ULF_WAKE_ALL = 0x100 };
@@ -94,7 +95,7 @@ static int start_thread(int index) {
 
 /* ---- waiting --------------------------------------------------------------------------------- */
 
-/* Wait until a word has another value than `value`. */
+/* Wait until a word differs from `value`. */
 static void await_change(atomic_int *word, int value, atomic_int *sleepers, int spins) {
     for (int i = 0; i < spins; i++) {
         if (atomic_load_explicit(word, memory_order_acquire) != value) return;

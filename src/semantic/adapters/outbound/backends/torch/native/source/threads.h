@@ -15,7 +15,7 @@ typedef struct {
     _Alignas(64) atomic_int sleepers;
 } Team;
 
-/* Every thread of the team calls it once; `index` is from 0 to `team->count - 1`. */
+/* Every thread of the team calls the job once; `index` is from 0 to `team->count - 1`. */
 typedef void (*Job)(void *argument, Team *team, int index);
 
 /* Run a job on up to `threads` threads, the caller's among them; returns when all are done. Jobs of

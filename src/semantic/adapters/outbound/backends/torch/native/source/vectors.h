@@ -8,7 +8,7 @@
  *   PANEL_VECTORS    vectors of queries that a panel of prefill attention has
  *   HAS_WORDS        activations for 8-bit weights are 16-bit words instead of two digits
  *   IS_SIGNED        8-bit weights are stored as signed bytes (minus 128)
- *   PREFETCH         bytes ahead of which weights are prefetched for few rows; 0 does not
+ *   PREFETCH         distance in bytes at which weights are prefetched for few rows; 0: never
  *   SPINS            calls of `cpu_pause` before a waiting thread sleeps: a quarter of a millisecond
  *   splat, fmadd, vmax, round_to_int, load_halves, load_some, store_some, reduce_add, reduce4
  *                    (reduce4 adds in the order of reduce_add)
