@@ -451,7 +451,7 @@ def test_with_sync_durability_a_change_that_is_not_on_disk_is_not_confirmed(
                 assert set(codes.values()) == {503}, codes
                 for answer in answers.values():
                     assert answer.json()["error"]["code"] == "not_written"
-                    assert "is not on disk yet" in answer.json()["error"]["message"]
+                    assert "not on disk yet" in answer.json()["error"]["message"]
             else:
                 assert max(codes.values()) < 300, codes
             (disk / "filler").unlink()

@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from semantic.domain.events import Event, Failed, ModelProgress, PrefillProgress
+from semantic.domain.events import Event, Failed, Finished, ModelProgress, PrefillProgress
 from semantic.ports.inbound import Reply
 
 CLIENT_LEFT = 499  # the client has disconnected; only the access log shows this status
@@ -115,16 +115,19 @@ class ReplySet:
         """Yield the same, and a `Heartbeat` after every `heartbeat_s` seconds without an event.
 
         Progress events do not postpone the heartbeat: most protocols do not write them to the
-        stream, and a prefill can take minutes.
+        stream, and a prefill can take minutes. No heartbeat follows the final event of the last
+        reply: clients have then read the end of the stream.
         """
         streams = [aiter(reply) for reply in self._replies]
         pending = {_next_of(stream): index for index, stream in enumerate(streams)}
+        unfinished = set(range(len(streams)))
         now = asyncio.get_running_loop().time
         due = now() + self.heartbeat_s
         try:
             while pending:
+                timeout = max(0.0, due - now()) if unfinished else None
                 done, _ = await asyncio.wait(
-                    pending, timeout=max(0.0, due - now()), return_when=asyncio.FIRST_COMPLETED
+                    pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
                 )
                 for task in sorted(done, key=pending.__getitem__):
                     index = pending.pop(task)
@@ -134,8 +137,10 @@ class ReplySet:
                     pending[_next_of(streams[index])] = index
                     if not isinstance(event, PrefillProgress | ModelProgress):
                         due = now() + self.heartbeat_s
+                    if isinstance(event, Finished | Failed):
+                        unfinished.discard(index)
                     yield index, event
-                if pending and now() >= due:
+                if pending and unfinished and now() >= due:
                     due = now() + self.heartbeat_s
                     yield Heartbeat()
         finally:

@@ -61,6 +61,16 @@ async def test_silence_causes_heartbeats() -> None:
     assert beats >= 1
 
 
+async def test_no_heartbeat_follows_the_final_event() -> None:
+    class EndsLate(CannedReply):
+        async def __aiter__(self) -> AsyncIterator[Event]:
+            yield END
+            await asyncio.sleep(0.05)  # dozens of heartbeats
+
+    items = [i async for i in ReplySet([EndsLate()], heartbeat_s=0.001).events_and_heartbeats()]
+    assert items[-1] == (0, END)
+
+
 async def test_heartbeats_continue_during_steady_progress() -> None:
     class Prefilling(CannedReply):
         async def __aiter__(self) -> AsyncIterator[Event]:
