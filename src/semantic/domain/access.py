@@ -74,9 +74,7 @@ class TenantPolicy:
         weight: Its share of the device, relative to other tenants.
         disk_bytes: Limit for agents and turns, and separately for the KV cache of each model.
         max_concurrent: Replies generated at the same time.
-        max_connections: Open connections.
         key_rate: Rate of each key without a rate of its own.
-        agent_rate: Rate of each agent.
     """
 
     weight: float = 1.0
@@ -95,7 +93,6 @@ class ApiKey:
         id: Its public name; reveals nothing about the secret.
         digest: See `secret_digest`.
         is_admin: Whether it grants access to operations that affect all tenants.
-        is_revoked: Whether it no longer grants access.
         rate: Replaces its tenant's `key_rate`.
     """
 
@@ -147,6 +144,5 @@ class KeyRing:
         return self.tenants.get(tenant) or TenantPolicy()
 
     def key_rate(self, principal: Principal) -> Rate:
-        """Return the rate of a principal's key."""
         own = next((key.rate for key in self.keys if key.id == principal.key_id), None)
         return own or self.policy(principal.tenant).key_rate

@@ -132,7 +132,6 @@ class Reuse:
         hot: From the agent's sequence that was still open, or from another running sequence.
         pool: From sealed blocks in memory.
         disk: From sealed blocks that were read for this turn.
-        computed: Computed in this turn.
     """
 
     hot: int = 0
@@ -142,7 +141,6 @@ class Reuse:
 
     @property
     def reused(self) -> int:
-        """Tokens that were not computed."""
         return self.hot + self.pool + self.disk
 
     def __add__(self, other: "Reuse") -> "Reuse":
@@ -167,9 +165,7 @@ class Turn:
     those of the whole conversation.
 
     Attributes:
-        parent: The turn before, if any.
         agent_id: The agent that created it; forks of the agent share the turn.
-        messages: The messages of this turn, question and reply.
         tokens: The token ids that this turn added to the conversation, as computed.
         num_tokens: Tokens of the whole conversation after this turn.
         num_messages: Messages of the whole conversation after this turn.
@@ -203,7 +199,6 @@ class Turn:
 
     @property
     def holds_all_messages(self) -> bool:
-        """Whether this turn holds all messages of the conversation."""
         return len(self.messages) >= self.num_messages
 
     @property
@@ -213,7 +208,6 @@ class Turn:
 
     @property
     def holds_all_tokens(self) -> bool:
-        """Whether this turn holds all tokens of the conversation."""
         return len(self.tokens) >= self.num_tokens
 
 
@@ -267,7 +261,6 @@ class Agent:
         return not self.is_anonymous or self.is_pinned or self.num_turns > 1
 
     def advance(self, turn_id: str, *, at: float) -> "Agent":
-        """Return the agent with one more turn."""
         return replace(self, head=turn_id, num_turns=self.num_turns + 1, last_used=at)
 
     def rewind(self, turn_id: str | None, num_turns: int, *, at: float) -> "Agent":

@@ -60,10 +60,7 @@ class BlockOrigin:
     """The model and format that computed the blocks of one root, as recorded in their files.
 
     Attributes:
-        fingerprint: The model's fingerprint.
         abi: The backend's layout and dtype, see `Traits.kv_abi`.
-        kv_format: Storage format of payloads.
-        num_files: Number of files of this root.
     """
 
     root: BlockName
@@ -137,7 +134,6 @@ class BlockPart:
     """The state of one kind of layer in one block, as stored on disk.
 
     Attributes:
-        root: Root of the block's chain.
         start: Position of the block's first token.
         tokens: The block's token ids, packed: four bytes each, little-endian.
         nbytes: Size of the file.

@@ -175,7 +175,6 @@ class Message:
 
     @classmethod
     def of(cls, role: Role, text: str) -> "Message":
-        """Make a message from plain text."""
         return cls(role, (TextPart(text),))
 
     @property
@@ -197,7 +196,6 @@ class ToolSpec:
 
     Attributes:
         parameters: JSON schema of the arguments.
-        is_strict: Whether arguments must follow the schema.
         is_deferred: Whether the model sees it only after a `ToolReferencePart` names it.
     """
 
@@ -357,7 +355,6 @@ class ChatRequest:
 
     @property
     def without_beginning(self) -> "ChatRequest":
-        """The request without the assistant message that its reply continues."""
         if not self.is_continued:
             return self
         return replace(self, messages=self.messages[:-1], is_continued=False)

@@ -16,9 +16,7 @@ class Usage:
         completion_tokens: Tokens generated, the end token included.
         cache_read_tokens: Prompt tokens whose KV cache was reused.
         cache_creation_tokens: Prompt tokens computed in this turn and kept for later.
-        thinking_tokens: Generated tokens that were thinking.
         accepted_prediction_tokens: Draft tokens that were accepted into the reply.
-        rejected_prediction_tokens: Draft tokens that were rejected.
     """
 
     prompt_tokens: int
@@ -59,7 +57,6 @@ class PrefillProgress:
 
     Attributes:
         done: Prompt tokens whose KV cache is available.
-        total: All tokens of the prompt.
         reused: Those of the done tokens that were restored instead of computed.
     """
 

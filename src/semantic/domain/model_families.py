@@ -103,7 +103,6 @@ class ConfigAttributes:
         return attributes
 
     def is_set(self, name: str) -> bool:
-        """Whether the attribute is present and not null."""
         return self.values.get(name) is not None
 
     def integer(self, name: str, *, minimum: int = 1) -> int:
@@ -122,7 +121,6 @@ class ConfigAttributes:
         return value
 
     def layer_types(self) -> list[str] | None:
-        """Return the type of each layer; None if the config does not list them."""
         listed = self.values.get("layer_types")
         if listed is None:
             return None
@@ -134,7 +132,6 @@ class ConfigAttributes:
         return [str(entry) for entry in listed]
 
     def refusal(self, reason: str) -> InvalidRequestError:
-        """Return the error that explains why this model cannot be served."""
         return InvalidRequestError(f"model type {self.model_type!r}: {reason}", param="model")
 
 

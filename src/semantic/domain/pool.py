@@ -43,7 +43,6 @@ class PoolUsage:
 
     @property
     def used(self) -> int:
-        """All bytes that count against the budget."""
         return self.held + self.idle + self.working
 
     @property
@@ -108,11 +107,7 @@ class BlockPool:
             return evicted
 
     def acquire(self, key: PartKey) -> None:
-        """Protect a part from eviction until `release` was called as often as `acquire`.
-
-        Raises:
-            ValueError: the part is absent.
-        """
+        """Protect a part from eviction until `release` was called as often as `acquire`."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -124,11 +119,7 @@ class BlockPool:
             entry.num_holds += 1
 
     def release(self, key: PartKey) -> None:
-        """Undo one `acquire`.
-
-        Raises:
-            ValueError: the part is not held.
-        """
+        """Undo one `acquire`."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or not entry.num_holds:
@@ -164,7 +155,6 @@ class BlockPool:
 
         Raises:
             PoolExhaustedError: they do not fit even if all idle parts are evicted.
-            ValueError: `nbytes` is negative.
         """
         if nbytes < 0:
             raise ValueError(f"nbytes must not be negative, got {nbytes}")
@@ -174,11 +164,7 @@ class BlockPool:
             return evicted
 
     def unreserve(self, nbytes: int) -> None:
-        """Subtract `nbytes` from the working bytes.
-
-        Raises:
-            ValueError: `nbytes` is negative or more than is reserved.
-        """
+        """Subtract `nbytes` from the working bytes."""
         with self._lock:
             if not 0 <= nbytes <= self._working_bytes:
                 raise ValueError(f"cannot unreserve {nbytes} of {self._working_bytes} bytes")
@@ -215,11 +201,7 @@ class BlockPool:
             )
 
     def check_integrity(self) -> None:
-        """Recount all parts and compare with the counters.
-
-        Raises:
-            AssertionError: a counter or a state is wrong.
-        """
+        """Recount all parts; raises AssertionError if a counter or a state is wrong."""
         with self._lock:
             held = [entry for entry in self._entries.values() if entry.num_holds]
             idle = {key: entry for key, entry in self._entries.items() if not entry.num_holds}
@@ -261,7 +243,6 @@ class BlockPool:
         return self._remove(self._next_victims(excess, spared))
 
     def _next_victims(self, excess: int, spared: Collection[PartKey] = ()) -> list[PartKey]:
-        """Return the least recently used idle parts that add up to at least `excess` bytes."""
         victims: list[PartKey] = []
         for key in self._idle:
             if excess <= 0:

@@ -65,7 +65,6 @@ class CallMarkers(Markers):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The markers that are not empty."""
         texts = (self.start, self.end, self.quote, self.arguments, self.call_id)
         return tuple(filter(None, texts))
 
@@ -117,7 +116,6 @@ class ReplyFormat:
     """How one model writes its replies.
 
     Attributes:
-        tools: Notation of tool calls.
         thinking: Markers around thinking; None if the model does not think or uses channels.
     """
 
@@ -207,9 +205,7 @@ class ReplyShape:
     """Requirements on a reply.
 
     Attributes:
-        format: How the model writes calls and thinking.
         output: Required format of the text; None means free text.
-        tools: The tools that the request offers.
         is_thinking_open: Whether the prompt ends inside thinking; see `ReplyFormat.is_opened_by`.
         may_think: Whether thinking may come first; otherwise a constrained reply starts with its
             answer.
@@ -226,7 +222,6 @@ class ReplyShape:
 
     @property
     def allowed_tools(self) -> tuple[ToolSpec, ...]:
-        """The tools that the reply may call."""
         if self.tool_choice.mode is ToolMode.NONE:
             return ()
         if self.tool_choice.mode is ToolMode.NAMED:

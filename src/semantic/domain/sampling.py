@@ -89,7 +89,6 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
         return self.temperature == 0
 
     @property
@@ -167,7 +166,6 @@ class StopRules:
             raise InvalidRequestError("stop strings must not be empty.", param="stop")
 
     def is_end(self, token: int, eos_ids: Collection[int]) -> bool:
-        """Whether a token ends the reply; `eos_ids` are the model's end tokens."""
         return token in self.token_ids or (token in eos_ids and not self.ignore_eos)
 
 

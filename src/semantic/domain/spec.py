@@ -33,10 +33,6 @@ class ModelCacheSpec:
         layers: First to last.
         vocab_size: Token ids are less than this.
         max_context: The longest sequence that the model supports.
-        block_tokens: Tokens in a full block.
-
-    Raises:
-        ValueError: A number is not positive, or there are no layers.
     """
 
     model_type: str
@@ -90,12 +86,10 @@ class ModelCacheSpec:
 
     @property
     def num_window(self) -> int:
-        """Number of layers that need only the last tokens."""
         return len(self._of_kind(LayerKind.WINDOW))
 
     @property
     def num_state(self) -> int:
-        """Number of layers with a recurrent state."""
         return len(self._of_kind(LayerKind.STATE))
 
     @property

@@ -205,11 +205,7 @@ def _key_ring(settings: Settings) -> KeyRing:
 
 
 def _require_key(settings: Settings, ring: KeyRing) -> None:
-    """Refuse to start a server that other machines can use without a key.
-
-    Raises:
-        InvalidRequestError: other machines can reach the address, and there are no keys.
-    """
+    """Refuse to start a server that other machines can use without a key."""
     if settings.is_remote and not ring.is_guarded:
         raise InvalidRequestError(
             f"host {settings.host} can be reached from other machines, and there are no keys. "

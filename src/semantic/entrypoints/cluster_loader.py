@@ -28,12 +28,10 @@ class SharedStore(Protocol):
         """The shared ledger; it keeps the index of this machine's files in the local one."""
 
     @property
-    def agents(self) -> AgentTablePort:
-        """The table of agents."""
+    def agents(self) -> AgentTablePort: ...
 
     @property
-    def leases(self) -> AgentLeasesPort:
-        """Leases on agents."""
+    def leases(self) -> AgentLeasesPort: ...
 
     def open_blocks(self, files: BlockFilesPort) -> SharedBlocksPort:
         """Open the store of shared blocks; this machine's `files` are uploaded to it.
@@ -77,33 +75,19 @@ def load_sharded(
     backend: Literal["torch", "mlx"],
     hint: ComputeHint,
 ) -> ModelBackendPort:
-    """Load a model that is split over `settings.shards` processes.
-
-    Raises:
-        InvalidRequestError: the model cannot be split that way, or a rank could not load its shard.
-        BackendError: a rank did not join, or exited.
-    """
+    """Load a model that is split over `settings.shards` processes."""
     model: ModelBackendPort = _load("shards").load_sharded(directory, spec, settings, backend, hint)
     return model
 
 
 def join_server(address: str) -> int:
-    """Run as a rank of the server at `address` (HOST:PORT); returns an exit status.
-
-    Raises:
-        InvalidRequestError: `SEMANTIC_SHARD_KEY` is missing or is not the server's key.
-        BackendError: no server accepts shards at the address.
-    """
+    """Run as a rank of the server at `address` (HOST:PORT); returns an exit status."""
     status: int = _load("shards").join(address)
     return status
 
 
 def run_cluster(settings: Settings) -> int:
-    """Run servers as replicas on Ray until a signal arrives; returns an exit status.
-
-    Raises:
-        InvalidRequestError: the store is not shared, or Ray is not installed or not reachable.
-    """
+    """Run servers as replicas on Ray until a signal arrives; returns an exit status."""
     status: int = _load("ray_app").run_cluster(settings)
     return status
 

@@ -51,7 +51,6 @@ class ModelLoader:
     """Finds and loads models according to the settings; a `ModelSourcePort`.
 
     Attributes:
-        names: Aliases of models.
         first: The model to load at the start.
     """
 
@@ -66,10 +65,6 @@ class ModelLoader:
         """Resolve the names of models; loads nothing.
 
         Args:
-            settings: The model to load, and how to run it.
-            backend_name: The backend that runs models.
-            kv_format: The storage format of the KV cache.
-            telemetry: Counts and times model loads.
             origins: Returns the models and formats that wrote the stored KV cache.
 
         Raises:

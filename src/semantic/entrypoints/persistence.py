@@ -55,19 +55,12 @@ class AgentMemory:
     """The agents and blocks of one cache directory.
 
     Attributes:
-        agents: All agents and their turns.
-        replays: The tokens of the agents' replies.
-        codec: Encodes and decodes the KV cache for storage.
         disk: Writes and reads blocks; None with durability `none`.
         served: The block store of the served model and its upkeep.
     """
 
     def __init__(self, settings: Settings, telemetry: TelemetryPort | None = None) -> None:
         """Open the cache directory, unless durability is `none`.
-
-        Args:
-            settings: Location, durability and budgets of the cache.
-            telemetry: Sink for events; None disables it.
 
         Raises:
             InvalidRequestError: the directory is not a cache, or another server uses it.
@@ -154,11 +147,7 @@ class AgentMemory:
         )
 
     def listen(self, hear: Callable[[str, str, str], None]) -> None:
-        """Report agents that other servers move or delete; does nothing without a shared store.
-
-        Args:
-            hear: Called with tenant, agent id and turn id, on a thread of the ledger.
-        """
+        """Report agents that other servers move or delete; does nothing without a shared store."""
         if self._shared is not None:
             self._shared.listen(hear)
 
@@ -173,11 +162,7 @@ class AgentMemory:
 
     @property
     def cache(self) -> ModelCache:
-        """The block store of the served model and its upkeep.
-
-        Raises:
-            ModelSwapError: the model is not loaded yet.
-        """
+        """The cache of the served model; raises ModelSwapError until one is loaded."""
         return self.served.get()
 
     @property
@@ -221,7 +206,6 @@ class AgentMemory:
         )
 
     def _serve_format(self, model: LoadedModel) -> None:
-        """Compare the formats of stored blocks with the format of this model from now on."""
         naming, abi, kv_format = model.naming, model.backend.traits.kv_abi, model.kv_format
         # Must not refer to the model, to free it after a swap.
         root_of = functools.cache(functools.partial(self._owners.root, naming))
@@ -263,7 +247,6 @@ class AgentMemory:
         upkeep.start(settings.upkeep_interval_s, is_index_lost=self._is_index_lost)
 
     def resize(self, nbytes: int) -> None:
-        """Change the memory budget of the KV cache to `nbytes`."""
         self._memory_bytes = nbytes
         if self.served.loaded is not None:
             self.served.loaded.store.resize(nbytes)

@@ -193,7 +193,6 @@ class _HttpServer(uvicorn.Server):
                 signal.signal(sig, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop; see the class for what further signals do."""
         del frame
         if self.should_exit:
             if sig == signal.SIGINT:
@@ -276,7 +275,6 @@ def _exit_at_once(status: int) -> None:
 
 
 def _close_memory(server: Server) -> None:
-    """Release the cache directory; further calls do nothing."""
     if not server.memory.close(server.settings.shutdown_timeout_s):
         _log.warning("server stopped before all blocks and turns were written")
     tracer, server.metrics.tracer = server.metrics.tracer, None
@@ -315,7 +313,6 @@ def _serve(server: Server) -> int:
 
 
 def _reload(server: Server, tls: ssl.SSLContext | None) -> None:
-    """Reload keys, limits and the certificate; if that fails, the old ones stay in force."""
     try:
         if tls is not None:
             _load_certificate(tls, server.settings)
@@ -330,7 +327,6 @@ def _reload(server: Server, tls: ssl.SSLContext | None) -> None:
 
 
 def _tls_context(settings: Settings) -> ssl.SSLContext | None:
-    """The TLS context of the listener; None without a certificate."""
     if settings.tls_cert is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -23,7 +23,6 @@ class BlockOwners:
         self._tenants.setdefault(naming, {})
 
     def root(self, naming: Naming, tenant: str) -> BlockName:
-        """Return the root of a tenant's blocks."""
         return BlockNamespace(*naming, self._agents.principal(tenant).salt).root()
 
     def fingerprint(self, root: BlockName) -> str:

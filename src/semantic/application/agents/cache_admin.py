@@ -39,21 +39,13 @@ class ModelCache:
 
 
 class ServedCache:
-    """Holds the cache of the loaded model; there is none until the first model is loaded.
-
-    Attributes:
-        loaded: The cache; None until then.
-    """
+    """Holds the cache of the loaded model; there is none until the first model is loaded."""
 
     def __init__(self) -> None:
         self.loaded: ModelCache | None = None
 
     def get(self) -> ModelCache:
-        """Return the cache.
-
-        Raises:
-            ModelSwapError: no model is loaded yet.
-        """
+        """Return the cache; raises ModelSwapError if no model is loaded yet."""
         if self.loaded is None:
             raise ModelSwapError("the model is loading.", retry_after_s=2)
         return self.loaded
@@ -98,11 +90,7 @@ class Sharing:
 
 
 class _Reach:
-    """Walks back from the heads of agents, visiting a shared block only once.
-
-    Attributes:
-        num_bytes: Size of all visited blocks.
-    """
+    """Walks back from the heads of agents, visiting a shared block only once."""
 
     def __init__(self, nodes: Iterable[BlockNode]) -> None:
         self.num_bytes = 0
@@ -172,22 +160,15 @@ class CacheService:
         return ""
 
     def repin(self) -> None:
-        """Update the pinned blocks after an agent was pinned or unpinned."""
         with contextlib.suppress(ModelSwapError):  # loading a model sets the pins
             self._cache().upkeep.refresh_pins()
 
     def prefetch(self, principal: Principal, agent_id: str) -> int:
-        """Start reading an agent's KV cache into memory; returns the number of block parts."""
         agent = self._agents.get(principal.tenant, agent_id)
         return self._cache().upkeep.prefetch(agent)
 
     def evict(self, principal: Principal, agent_id: str, *, is_cold: bool) -> StateView:
         """Evict the blocks that only this agent uses, and its idle sequences, from memory.
-
-        Args:
-            principal: The tenant.
-            agent_id: The agent.
-            is_cold: Evict from disk as well.
 
         Raises:
             ModelSwapError: no model is loaded, or the device is busy.
@@ -208,16 +189,12 @@ class CacheService:
     def collect(self, orphan_age_s: float | None) -> int:
         """Delete unused blocks that no agent reaches; returns the bytes freed.
 
-        Args:
-            orphan_age_s: Minimum time since the last use; None applies the configured time.
-
         Raises:
             CachePersistenceError: the ledger cannot be changed now.
         """
         return self._cache().upkeep.collect(orphan_age_s=orphan_age_s)
 
     def verify(self) -> Iterator[CheckProgress]:
-        """Read and check every block file, discarding damaged ones; yields the progress."""
         return self._cache().upkeep.verify()
 
     def sample(self) -> tuple[dict[str, int], str]:
@@ -245,9 +222,6 @@ class CacheService:
         """Return how much state all agents reach and share.
 
         With many agents the result may be some seconds old, which bounds the cost of polling.
-
-        Raises:
-            ModelSwapError: no model is loaded.
         """
         cache = self._cache()
         if time.monotonic() >= self._sharing_due:
@@ -274,11 +248,9 @@ class CacheService:
         return Sharing(logical, reach.num_bytes, dict(tiers))
 
     def running(self, principal: Principal) -> list[RunningTurn]:
-        """Return the queued and running requests of a tenant."""
         return self._watch.running(principal.tenant)
 
     def blocks(self, after: str, limit: int) -> BlockPage:
-        """Return one page of all blocks."""
         return self._cache().store.watch.page(after, limit)
 
     def changed_blocks(self, since: int, limit: int) -> BlockPage:

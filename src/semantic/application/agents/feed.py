@@ -158,12 +158,7 @@ class EventFeed:
     """Distributes events to subscribers. Thread-safe; publishing never blocks on a subscriber."""
 
     def __init__(self, capacity: int = _CAPACITY, max_readers: int = _MAX_READERS) -> None:
-        """Create a feed without subscribers.
-
-        Args:
-            capacity: Maximum number of unread events per subscriber.
-            max_readers: Maximum number of subscribers.
-        """
+        """Create a feed; `capacity` is the maximum number of unread events per subscriber."""
         self._capacity = capacity
         self._max_readers = max_readers
         self._lock = threading.RLock()  # reentrant: a signal handler may interrupt the holder
@@ -199,7 +194,6 @@ class EventFeed:
                 self._readers.remove(subscription)
 
     def close(self) -> None:
-        """End all subscriptions; called when the server shuts down."""
         with self._lock:
             readers, self._readers = self._readers, []
         for reader in readers:

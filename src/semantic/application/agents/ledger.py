@@ -76,9 +76,10 @@ class AgentsInMemory:
 class AgentLedger:
     """All agents of one data directory, or of one ledger shared by several servers. Thread-safe.
 
+    Methods raise AgentNotFoundError if the agent or turn that they name does not exist, unless they
+    return None then.
+
     Attributes:
-        log: The turns of all agents.
-        is_shared: Whether other processes use the same agents.
         leases: Leases on agents, needed to move their heads; None on a single server.
         storage: Disk quotas of tenants; None if there are none.
     """
@@ -97,13 +98,10 @@ class AgentLedger:
         """Start from the content of a ledger.
 
         Args:
-            ledger: Source of turns and tenants.
-            state: Content of the ledger at the start of the server.
             write: Writes changes in order; its future resolves when they are written.
             now: Clock, in seconds since the epoch.
             table: Table of agents; None keeps the agents of `state` in memory, owned by this
                 process.
-            leases: Leases on agents; None if no other process uses them.
             settle_s: Longest wait for a change to be written before the response; None does not
                 wait.
         """
@@ -148,18 +146,12 @@ class AgentLedger:
         return sorted(self._agents.known(), key=lambda agent: agent.last_used, reverse=True)[:limit]
 
     def get(self, tenant: str, agent_id: str) -> Agent:
-        """Return an agent.
-
-        Raises:
-            AgentNotFoundError: the tenant has no agent with this id.
-        """
         agent = self._agents.find_agent(tenant, agent_id)
         if agent is None:
             raise AgentNotFoundError(f"there is no agent {agent_id!r}.")
         return agent
 
     def find_agent(self, tenant: str, agent_id: str) -> Agent | None:
-        """Return an agent; None if it does not exist."""
         return self._agents.find_agent(tenant, agent_id)
 
     def create(self, agent: Agent, turns: Sequence[Turn] = ()) -> Agent:
@@ -183,7 +175,6 @@ class AgentLedger:
         """Change an agent's settings; its id, tenant, head and number of turns stay.
 
         Raises:
-            AgentNotFoundError: the agent does not exist.
             QuotaExceededError: the change exceeds the tenant's disk quota.
         """
         with self._changes:
@@ -198,7 +189,6 @@ class AgentLedger:
         """Create agents with the same history, up to `turn_id` if given; all or none.
 
         Raises:
-            AgentNotFoundError: the agent does not exist, or has no such turn.
             ConflictError: a new id is taken, or occurs twice.
             QuotaExceededError: the new agents exceed the tenant's disk quota.
         """
@@ -218,20 +208,13 @@ class AgentLedger:
             return made
 
     def preview_fork(self, agent: Agent, new_id: str, turn_id: str) -> Agent:
-        """Return the agent that a fork at a turn would create, without creating it.
-
-        Raises:
-            AgentNotFoundError: the agent has no such turn.
-        """
+        """Return the agent that a fork at a turn would create, without creating it."""
         return self._rewound(agent, turn_id).fork(new_id, at=self._now())
 
     def rewind(self, tenant: str, agent_id: str, turn_id: str | None) -> Agent:
         """Move an agent's head to an earlier turn; None moves it before the first.
 
         A turn that descends from the current head is accepted too, so that a rewind can be undone.
-
-        Raises:
-            AgentNotFoundError: the agent does not exist, or has no such turn.
         """
         with self._changes:
             agent = self.get(tenant, agent_id)
@@ -245,11 +228,7 @@ class AgentLedger:
             return self._put(moved, agent)
 
     def delete(self, tenant: str, agent_id: str) -> Agent:
-        """Delete an agent; the next garbage collection deletes its turns and blocks.
-
-        Raises:
-            AgentNotFoundError: the agent does not exist.
-        """
+        """Delete an agent; the next garbage collection deletes its turns and blocks."""
         with self._changes:
             agent = self.get(tenant, agent_id)
             self._agents.drop(agent)
@@ -273,31 +252,23 @@ class AgentLedger:
     # -- turns ----------------------------------------------------------------------------------
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
-        """Return a turn, even if it is not written yet; None if it does not exist."""
         return self.log.turn(tenant, turn_id)
 
     def place(self, agent: Agent) -> TurnPlace:
-        """Return where an agent's conversation ends; the cost does not depend on its length."""
         place = self.log.place(agent.tenant, agent.head) if agent.head else None
         return place or TurnPlace(0, None)
 
     def turns(self, agent: Agent, limit: int = MAX_WALK) -> list[Turn]:
-        """Return the turns of an agent, latest first."""
         return self.log.turns(agent.tenant, agent.head, limit)
 
     def before(self, agent: Agent, turn_id: str) -> Agent:
-        """Return a copy of the agent whose head is the parent of one of its turns.
-
-        Raises:
-            AgentNotFoundError: the agent has no such turn.
-        """
+        """Return a copy of the agent whose head is the parent of one of its turns."""
         back = self._rewound(agent, turn_id)
         turn = self.log.turn(agent.tenant, turn_id)
         parent = turn.parent if turn else None
         return back.rewind(parent, back.num_turns - 1, at=agent.last_used)
 
     def conversation(self, agent: Agent) -> list[Message]:
-        """Return all messages of an agent's conversation."""
         return self.log.messages(agent.tenant, agent.head)
 
     def tokens(self, agent: Agent) -> list[int]:
@@ -305,21 +276,13 @@ class AgentLedger:
         return self.log.tokens(agent.tenant, agent.head)
 
     def check_quota(self, agent: Agent) -> None:
-        """Check that an agent's quota allows another turn.
-
-        Raises:
-            QuotaExceededError: the agent has reached its `max_turns`.
-        """
+        """Raise QuotaExceededError if the agent has reached its `max_turns`."""
         limit = agent.quota.max_turns
         if limit is not None and agent.num_turns >= limit:
             raise QuotaExceededError(f"agent {agent.id} has reached its limit of {limit} turns.")
 
     def check_storage(self, tenant: str, *new: StoredRow, old: StoredRow | None = None) -> None:
-        """Check that a tenant's disk quota, if any, allows storing `new` in place of `old`.
-
-        Raises:
-            QuotaExceededError: the quota is used up, or too small for the change.
-        """
+        """Raise QuotaExceededError if `new` in place of `old` exceeds the tenant's disk quota."""
         if self.storage is not None:
             self.storage.check(tenant, *new, old=old)
 
@@ -339,9 +302,6 @@ class AgentLedger:
         another process moved the agent meanwhile, the turn goes to a new anonymous fork.
 
         Args:
-            tenant: The tenant.
-            agent_id: The agent.
-            finished: The finished request.
             is_anonymous: Whether the request named no agent, so that a new agent expires.
             fork: The agent to create if `agent_id` does not exist; None creates an empty one.
 
@@ -393,7 +353,6 @@ class AgentLedger:
         finished: FinishedTurn,
         continued: tuple[Turn | None, int],
     ) -> tuple[Turn, Future[None]]:
-        """Log a turn after the turn in `continued`, and replace `before` with the moved agent."""
         parent, depth = continued
         turn = self.log.next_turn(agent, parent, finished, self._now())
         back = agent.rewind(turn.parent, depth, at=agent.last_used)
@@ -420,7 +379,6 @@ class AgentLedger:
         raise AgentNotFoundError(f"agent {agent.id!r} has no turn {turn_id!r}.")
 
     def _ahead(self, agent: Agent, turn_id: str | None) -> Agent | None:
-        """Return the agent moved to a descendant of its head; None if the turn is not one."""
         turn = self.turn(agent.tenant, turn_id) if turn_id else None
         if turn is None:
             return None

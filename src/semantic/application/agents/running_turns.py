@@ -63,7 +63,6 @@ class TurnWatch:
 
     @property
     def live(self) -> LiveTurns:
-        """Numbers of requests that wait or run now."""
         with self._lock:
             turns = list(self._live.values())
         num_waiting = sum(trace.admitted is None for _, trace in turns)
@@ -151,7 +150,6 @@ class TurnLane:
         num_turns: Running and waiting turns.
         num_cancels: Calls of `TurnLanes.cancel`, so that a turn notices one before its reply
             exists.
-        reply: The reply of the running turn.
     """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -164,18 +162,12 @@ class TurnLanes:
     """Runs the turns of each agent in sequence. For the event loop's thread, except `cancel`."""
 
     def __init__(self, *, max_waiting: int, timeout_s: float) -> None:
-        """Create the lanes; an agent gets one with its first turn.
-
-        Args:
-            max_waiting: Maximum number of waiting turns, of all agents together.
-            timeout_s: Longest wait of a turn for the agent's earlier turns.
-        """
+        """Create the lanes; `max_waiting` limits the waiting turns of all agents together."""
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
         self._lanes: dict[tuple[str, str], TurnLane] = {}
 
     def num_turns(self, tenant: str, agent_id: str) -> int:
-        """Return the number of running and waiting turns of an agent."""
         lane = self._lanes.get((tenant, agent_id))
         return lane.num_turns if lane else 0
 

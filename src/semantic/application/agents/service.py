@@ -43,15 +43,6 @@ class AgentService:
         feed: EventFeed,
         device: DeviceThread,
     ) -> None:
-        """Connect the service to its collaborators.
-
-        Args:
-            agents: All agents and turns.
-            lanes: Running and waiting turns.
-            cache: Locates the KV cache of agents.
-            feed: Receives an event for every change to an agent.
-            device: Provides the loaded model, whose tokenizer decodes tokens for display.
-        """
         self._agents = agents
         self._lanes = lanes
         self._cache = cache
@@ -88,7 +79,6 @@ class AgentService:
     def update(
         self, principal: Principal, agent_id: str, edit: Callable[[Agent], Agent]
     ) -> AgentView:
-        """Change an agent's settings."""
         with self._agents.log.settled():
             was_pinned = self._agents.get(principal.tenant, agent_id).is_pinned
             changed = self._agents.update(principal.tenant, agent_id, edit)
@@ -112,11 +102,7 @@ class AgentService:
     def fork(
         self, principal: Principal, agent_id: str, new_ids: Sequence[str], turn_id: str | None
     ) -> tuple[AgentView, ...]:
-        """Create agents with the same history, up to `turn_id` if given; all or none.
-
-        Raises:
-            ConflictError: a new id is taken, or occurs twice.
-        """
+        """Create agents with the same history, up to `turn_id` if given; all or none."""
         with self._agents.log.settled():
             made = self._agents.fork(principal.tenant, agent_id, new_ids, turn_id)
             for agent in made:

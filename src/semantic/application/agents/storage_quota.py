@@ -50,7 +50,6 @@ class StorageQuota:
         """Create the counters; a tenant is counted on first use.
 
         Args:
-            ledger: Source of the initial sizes.
             quota: Returns a tenant's quota in bytes, None for no limit. The result may change at
                 any time.
         """
@@ -94,14 +93,12 @@ class StorageQuota:
         )
 
     def add(self, tenant: str, new: StoredRow, old: StoredRow | None = None) -> None:
-        """Count a stored row, which replaces `old` if given."""
         with self._lock:
             if tenant not in self._used:
                 return  # `used` counts it when it reads the ledger
         self._grow(tenant, self._grown((new,), old))
 
     def remove(self, tenant: str, old: StoredRow) -> None:
-        """Count the removal of a row."""
         with self._lock:
             if tenant not in self._used:
                 return

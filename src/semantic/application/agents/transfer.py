@@ -109,7 +109,6 @@ class AgentTransfer:
             yield from self._parts(turns[0].pointer)
 
     def _parts(self, pointer: Pointer) -> Iterator[ExportPart]:
-        """Yield the parts of the blocks up to a pointer, stopping at the first missing one."""
         for node in self._cache().store.chain(pointer.block):
             kinds = [kind for kind in LayerKind if node.has(kind)]
             try:
@@ -172,7 +171,6 @@ class AgentTransfer:
         """Import an exported agent; the whole file is checked before anything is changed.
 
         Args:
-            principal: The new owner.
             open_file: Returns the file's content from its beginning, on every call.
             new_id: Id of the imported agent; None keeps the id in the file.
             is_messages_only: Import the messages without tokens and KV cache.
@@ -245,7 +243,6 @@ class AgentTransfer:
 
 
 def _checked(items: Iterator[ExportItem]) -> _Arrival:
-    """Read a file to its end and check that each turn's parent is the turn before it."""
     first = next(items, None)
     if not isinstance(first, ExportHead):
         raise InvalidRequestError("the file does not begin with an agent.", param="file")
@@ -295,7 +292,6 @@ def _reason(signer: str, head: ExportHead, *, is_messages_only: bool, has_state:
 
 
 def _renamed(turns: Iterable[Turn], agent_id: str, now: float) -> list[Turn]:
-    """Give turns new ids, and clip creation times to `now`."""
     renamed: list[Turn] = []
     for turn in turns:
         taken = replace(

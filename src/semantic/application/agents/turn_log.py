@@ -57,14 +57,10 @@ class FinishedTurn:
     """A finished request, to be logged as a turn of an agent.
 
     Attributes:
-        prompt: All tokens of the prompt.
-        reply: The tokens of the reply.
         messages: The whole conversation including the reply.
         turn_id: Id of the new turn; empty for a random id.
         is_stored: Whether to log messages and tokens; if False, the turn holds neither.
         continuation: The turn it continues, if the server keeps the conversation.
-        model: Id of the model that replied.
-        reason: Why the reply ended.
         epoch: Epoch of the agent's lease; None if no lease is needed.
     """
 
@@ -94,7 +90,6 @@ class TurnLog:
         """Start with the turns in the ledger.
 
         Args:
-            ledger: Source of written turns.
             write: Writes changes in order; its future resolves when they are written.
             settle_s: Longest wait of `settled`; None does not wait.
         """
@@ -181,7 +176,6 @@ class TurnLog:
         return self._unwritten(tenant, turn_id) or self._ledger.turn(tenant, turn_id)
 
     def is_durable(self, tenant: str, turn_id: str) -> bool:
-        """Whether the ledger marks a turn as durable: the turn and its KV cache are on disk."""
         turn = self._ledger.turn(tenant, turn_id)
         return turn is not None and turn.is_durable
 
@@ -217,12 +211,10 @@ class TurnLog:
             head = parent if head != until else None
 
     def tokens(self, tenant: str, head: str | None) -> list[int]:
-        """Return all tokens of the conversation up to a turn."""
         turns = self._back_to(tenant, head, lambda turn: turn.holds_all_tokens)
         return [token for turn in turns for token in turn.tokens]
 
     def messages(self, tenant: str, head: str | None) -> list[Message]:
-        """Return all messages of the conversation up to a turn."""
         turns = self._back_to(tenant, head, lambda turn: turn.holds_all_messages)
         return [message for turn in turns for message in turn.messages]
 
@@ -271,7 +263,6 @@ class TurnLog:
         return None, 0
 
     def _divergence(self, agent: Agent, prompt: Sequence[int]) -> Divergence | None:
-        """Return where a prompt diverges from the conversation at an agent's head."""
         head = self.turn(agent.tenant, agent.head) if agent.head else None
         if head is None or _begins_with(prompt, head):
             return None
@@ -323,7 +314,6 @@ class TurnLog:
 
 
 def _begins_with(prompt: Sequence[int], turn: Turn) -> bool:
-    """Whether the conversation up to a turn is a prefix of a prompt."""
     if turn.num_tokens > len(prompt):
         return False
     return conversation_digest(prompt[: turn.num_tokens]) == turn.digest

@@ -249,7 +249,6 @@ class Upkeep:
         threading.Thread(target=work, name="semantic-warm-up", daemon=True).start()
 
     def stop(self, timeout_s: float) -> None:
-        """Stop the background thread, waiting up to `timeout_s` for it."""
         self._is_stopping.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -323,7 +322,6 @@ class Upkeep:
     def _each(
         self, name: str, agents: Iterable[Agent], work: Callable[[Agent], _T]
     ) -> Iterator[_T | None]:
-        """Run a task for each agent; yields None for an agent whose task failed."""
         for agent in agents:
             yield self._guarded(name, functools.partial(work, agent), agent)
 
@@ -359,7 +357,6 @@ class Upkeep:
         return {name for names in found for name in names or ()}
 
     def _next_parts(self, agent: Agent) -> tuple[WantedPart, ...]:
-        """Return the parts that an agent's next turn restores."""
         pointer = self._pointer(agent)
         if pointer is None:
             return ()

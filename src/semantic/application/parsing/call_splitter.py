@@ -34,7 +34,6 @@ class CallNumbers:
         return ToolCallStarted(self.num_calls - 1, self._new_id(), name)
 
     def delta(self, arguments: str) -> list[Event]:
-        """Return an event with more arguments of the current call; none if they are empty."""
         return [ToolCallDelta(self.num_calls - 1, arguments)] if arguments else []
 
     def end(self) -> ToolCallEnded:
@@ -46,7 +45,6 @@ class CallNumbers:
         """Read more arguments of the current call; ends the call at their end or a syntax error.
 
         Args:
-            arguments: Parses the arguments.
             pending: Text to read from; characters that were read are dropped.
             size: How many characters of it may belong to the arguments.
             is_final: No more text follows, so open brackets and strings are closed.
@@ -102,9 +100,6 @@ class CallSplitter(Splitter):
         """Start in the state for text.
 
         Args:
-            tool_format: The model family's notation for calls.
-            tools: The tools that may be called.
-            new_id: Creates the ids of calls.
             must_call: The reply must be a call; so a cut-off reply that begins like one is dropped
                 instead of emitted as text.
         """
@@ -212,7 +207,6 @@ class CallSplitter(Splitter):
         return [*self._give(self._rejected)]
 
     def _abandon(self) -> list[Event]:
-        """Drop a call that was cut off before its name was complete."""
         self._pending.drop(len(self._pending.text))
         self._state = _State.TEXT
         return []
@@ -267,7 +261,6 @@ class CallSplitter(Splitter):
         return events
 
     def _tail(self, is_final: bool) -> list[Event]:
-        """Drop the end marker of a call, once enough text has come in to recognise it."""
         text, closer = self._pending.text, self._markers.end
         stripped = text.lstrip(self._syntax.junk)
         if closer and stripped.startswith(closer):

@@ -42,13 +42,11 @@ class Cursor:
         self.at = at
 
     def peek(self) -> str:
-        """Return the next character without passing over it."""
         if self.at >= len(self._text):
             raise NeedMore
         return self._text[self.at]
 
     def space(self) -> None:
-        """Pass over whitespace, up to the next other character."""
         while self.peek() in _SPACE:
             self.at += 1
 
@@ -277,7 +275,6 @@ def _python_head(cursor: Cursor, tools: Tools) -> Head:
 
 
 def _mistral_head(cursor: Cursor, tools: Tools) -> Head:
-    """Parse a list of calls, or a name and its arguments."""
     cursor.space()
     if cursor.peek() == "[":
         cursor.literal("[")

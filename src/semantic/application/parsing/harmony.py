@@ -101,7 +101,6 @@ class HarmonySplitter(Splitter):
         return events
 
     def _content(self, size: int, *, is_final: bool) -> list[Event]:
-        """Emit the next `size` characters of a body; `is_final` if it ends there."""
         match self._body:
             case _BodyKind.TEXT:
                 return [*self._pending.take(size)]

@@ -222,7 +222,6 @@ class JsonArguments:
         return 6
 
     def _lone_surrogate(self) -> str:
-        """Return a replacement character for a held surrogate without its other half."""
         lone, self._surrogate = self._surrogate, ""
         return "\\ufffd" if lone else ""
 

@@ -115,13 +115,8 @@ class ReplyParser:
         """Create a parser for one reply.
 
         Args:
-            reply_format: The model's markup for thinking and calls.
             tools: The tools that may be called; if there are none, tool markup is text.
-            is_thinking_open: The prompt ends inside thinking.
             is_parallel: Allow more than one call; if False, all after the first call is dropped.
-            must_call: The reply must be a call.
-            new_id: Creates the ids of calls.
-            sign: Creates the signatures of thinking.
         """
         self._is_parallel = is_parallel
         self._is_over = False
@@ -209,7 +204,6 @@ class MessageFold:
         self._calls: dict[int, _GrowingPart] = {}
 
     def add(self, event: Event) -> None:
-        """Add the next event; events without content are ignored."""
         last = self._parts[-1] if self._parts else None
         match event:
             case TextDelta() | ThinkingDelta():

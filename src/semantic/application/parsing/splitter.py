@@ -75,7 +75,6 @@ class Splitter:
         return self._run(is_final=True)
 
     def copy(self) -> Self:
-        """Return an independent copy at the same position in the reply."""
         other = copy.copy(self)
         other._pending = self._pending.copy()
         return other

@@ -193,7 +193,6 @@ class Composer:
     def _show_input(
         self, message: Message, index: int, tools: _ToolIndex
     ) -> Iterator[TemplateMessage]:
-        """Yield each tool result as a separate message; text around results stays the user's."""
         texts: list[str] = []
         for position, part in enumerate(message.parts):
             where = f"messages[{index}].content[{position}]"
@@ -255,7 +254,6 @@ class Composer:
         return self._described(tool.name, tool.description, json.dumps(tool.parameters))
 
     def _describe(self, name: str, description: str, parameters: str) -> JsonObject:
-        """Describe a tool as templates expect it, with the schema's keys in canonical order."""
         schema = json.loads(parameters) or {"type": "object", "properties": {}}
         return self._special.guard_object(
             {"name": name, "description": description, "parameters": in_schema_order(schema)}

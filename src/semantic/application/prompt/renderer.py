@@ -117,7 +117,6 @@ class Renderer:
         """Render a request to a prompt that ends where the reply begins.
 
         Args:
-            request: The whole conversation.
             today: The date for templates that show one; None means the current date. It must be
                 the same in every turn of an agent, or the agent's prompt changes at midnight.
             replays: Replies that this server generated; None tokenises all replies again.
@@ -173,7 +172,6 @@ class Renderer:
     def _num_head(
         self, request: ChatRequest, today: date | None, digest: bytes, root: bytes
     ) -> int:
-        """Return the number of leading tokens that do not depend on the first message."""
         num_head = self._heads.get(digest)
         if num_head is None:
             leading = request.messages[: num_leading_system(request.messages)]
@@ -335,7 +333,6 @@ def _name(request: ChatRequest) -> str | None:
 
 
 def _is_new(request: ChatRequest) -> bool:
-    """Whether the conversation has neither a name nor a reply yet."""
     return not _name(request) and len(_beginning(request)) == len(request.messages)
 
 
@@ -346,7 +343,6 @@ def _key_of(root: bytes, request: ChatRequest) -> ReplayKey:
 
 
 def _beginning(request: ChatRequest) -> list[Message]:
-    """Return the messages before the first reply."""
     return list(takewhile(lambda m: m.role is not Role.ASSISTANT, request.messages))
 
 

@@ -62,7 +62,6 @@ class LruCache(Generic[K, V]):
             return value
 
     def put(self, key: K, value: V) -> None:
-        """Add or replace a value, then evict entries until the total weight fits."""
         with self._lock:
             old = self._entries.pop(key, None)
             if old is not None:
@@ -85,12 +84,10 @@ class ReplayStore:
     """Tokens of replies, in memory. Thread-safe; losing an entry only costs recomputation."""
 
     def __init__(self, max_bytes: int = 16 * 2**20) -> None:
-        """Start empty; above `max_bytes` the least recently used replies are evicted."""
         self._replies: LruCache[ReplayKey, array[int]] = LruCache(max_bytes, _num_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """Memory used by all entries, in bytes."""
         return self._replies.weight
 
     def remember(self, key: ReplayKey, tokens: Sequence[int]) -> None:
@@ -120,7 +117,7 @@ class LedgerReplayStore(ReplayStore):
         self._put(key, tokens)
 
     def lookup(self, key: ReplayKey, *, is_used: bool = True) -> tuple[int, ...] | None:
-        """Return a reply's tokens; None if unknown. `is_used` also renews the ledger row."""
+        """See `ReplayStore.lookup`; `is_used` also renews the ledger row."""
         known = super().lookup(key, is_used=is_used)
         tokens = self._read(key) if known is None else known
         if tokens is None or not is_used:
@@ -157,7 +154,6 @@ class TenantReplays:
 
     Attributes:
         root: Identifies tenant and model.
-        store: The store that holds the tokens.
         is_used: Whether a lookup marks the reply as used.
     """
 
@@ -166,7 +162,6 @@ class TenantReplays:
     is_used: bool = True
 
     def tokens(self, keys: Sequence[ReplayKey]) -> tuple[int, ...] | None:
-        """Return the tokens of the first key that is known; None if none is."""
         for key in keys:
             tokens = self.store.lookup(key, is_used=self.is_used)
             if tokens is not None:
@@ -216,8 +211,6 @@ def keys_to_look_up(
     """Return the keys of the replies that a client's message may represent.
 
     Args:
-        prompt: Digest of the prompt before the message.
-        message: The assistant's message as the client sent it.
         keeps_thinking: Whether the template shows thinking at this position. If not, a message
             without thinking does not match a reply with thinking.
     """
@@ -239,7 +232,6 @@ def emitted_tokens(
     Args:
         tokens: The sampled tokens, without those after the stop string.
         emitted: The raw text that was emitted, including thinking and tool calls.
-        tokenizer: The model's tokenizer.
     """
     whole, position = emitted.encode(), 0
     num_kept, num_bytes = 0, 0
@@ -277,10 +269,7 @@ def _thinking_of(message: Message) -> JsonValue:
 
 
 def _message_digest(message: Message, thinking: JsonValue) -> bytes:
-    """Digest a reply's content, without call ids and the order of text and calls.
-
-    Those differ between protocols.
-    """
+    """Digest a reply without call ids and the order of parts, which differ between protocols."""
     text = "".join(part.text for part in message.parts if isinstance(part, TextPart))
     calls: list[JsonValue] = [
         [part.name, part.arguments] for part in message.parts if isinstance(part, ToolUsePart)

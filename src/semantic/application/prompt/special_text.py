@@ -142,12 +142,7 @@ class RunEncoder:
     """Encodes runs of guarded text, with a cache. Thread-safe."""
 
     def __init__(self, tokenizer: TokenizerPort, *, max_bytes: int = 24 * 2**20) -> None:
-        """Start with an empty cache.
-
-        Args:
-            tokenizer: Encodes runs that are not cached.
-            max_bytes: Size of the cache, text and tokens; the least recently used are evicted.
-        """
+        """Start with an empty cache; `max_bytes` bounds its text and tokens together."""
         self._tokenizer = tokenizer
         self._root = b""
         self._runs: LruCache[tuple[bytes, str, bool], array[int]] = LruCache(
@@ -218,11 +213,9 @@ class TokenWalk:
         return None
 
     def starts_with(self, text: str, position: int) -> bool:
-        """Whether the text at a position starts with the given guarded text."""
         return self._text.startswith(text, position)
 
     def replace(self, end: int, tokens: Sequence[int]) -> None:
-        """Append these tokens in place of the text up to `end`."""
         self.tokens.extend(tokens)
         self.position = end
         while self._next < len(self._spans) and self._spans[self._next].end <= end:

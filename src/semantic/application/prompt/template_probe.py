@@ -43,7 +43,6 @@ class TemplateTraits:
         wants_short_ids: Call ids must consist of nine letters and digits.
         keeps_loop_thinking: Thinking since the last user message is shown.
         keeps_old_thinking: Thinking before the last user message is shown.
-        shows_date: The prompt contains the current date.
     """
 
     wants_parts: bool
@@ -109,7 +108,6 @@ class _Probe:
         add_generation_prompt: bool = False,
         today: date | None = None,
     ) -> str:
-        """Render messages; empty if the template refuses them."""
         shown = [in_parts(message) if self.wants_parts else message for message in messages]
         try:
             return self.tokenizer.render_chat(

@@ -13,9 +13,6 @@ class Access:
     """Authenticates requests against the current API keys.
 
     Thread-safe: `reload` replaces the key ring as a whole.
-
-    Attributes:
-        ring: All keys and limits.
     """
 
     def __init__(
@@ -27,7 +24,6 @@ class Access:
         """Load the keys.
 
         Args:
-            load: Reads the keys from their source.
             principal: Finds a tenant, or creates it with its own salt.
             on_loaded: Called with the keys and limits whenever they were loaded.
 

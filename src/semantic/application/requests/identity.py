@@ -74,16 +74,12 @@ class Claim:
 
     @property
     def epoch(self) -> int | None:
-        """Epoch of the agent's lease; None if the claim has no lease."""
         return self._lease.epoch if self._lease else None
 
     def acquire(self, agent_id: str, *, patience_s: float = 0.0) -> bool:
         """Claim an agent unless another request, on this server or another, has claimed it.
 
-        Waits up to `patience_s` for a lease that another server holds.
-
-        Returns:
-            Whether the agent is claimed; False also after `release`.
+        Waits up to `patience_s` for a lease that another server holds. False also after `release`.
         """
         with self._busy.lock:
             if self._busy.counts[self._tenant, agent_id]:
@@ -210,7 +206,6 @@ class Identities:
         """Start with no known conversations.
 
         Args:
-            agents: The ledger to search.
             new_hash: Creates the hash of a prompt; must be the one `conversation_digest` uses.
         """
         self._agents = agents
@@ -223,7 +218,6 @@ class Identities:
 
     @property
     def num_known(self) -> int:
-        """Number of turns remembered, over all conversations and agents."""
         with self._lock:
             return sum(len(ending.turns) for ending in self._endings.values())
 
@@ -235,11 +229,7 @@ class Identities:
         Returns a new anonymous agent if none matches, or if the named agent is busy.
 
         Args:
-            tenant: Tenant whose agents are searched.
-            hint: What the request says about its agent.
-            tokens: The prompt.
             num_head: Number of leading tokens for tools and system prompt, which agents share.
-            claim: The request's claim.
         """
         if hint.previous_turn and not (hint.agent_id or hint.session):
             found = self._following(tenant, hint.previous_turn, claim)
@@ -256,9 +246,6 @@ class Identities:
         """Remember the end of a conversation, to recognise a prompt that continues it.
 
         Args:
-            tenant: The agent's tenant.
-            agent_id: The agent whose conversation it is.
-            turn: The latest turn of the conversation.
             last_tokens: The last tokens, for a turn whose tokens are not stored.
         """
         key = (tenant, turn.digest)
@@ -329,7 +316,6 @@ class Identities:
     def _matches(
         self, tenant: str, tokens: Sequence[int], num_head: int
     ) -> list[tuple[_Key, dict[str, str]]]:
-        """Return known conversations that are prefixes of the prompt, longest first."""
         self._fill(tenant)
         tails = self._tails.get(tenant)
         packed = pack_tokens(tokens)
@@ -416,7 +402,6 @@ class Identities:
 
 
 def _claimed(agent_id: str, hint: AgentHint, claim: Claim) -> Identity | None:
-    """Return the agent that a request names; None if it is busy."""
     if hint.continuation is not None:
         claim.share(agent_id)  # `StatefulChat` has queued the turn and holds the lease
     elif not claim.acquire(agent_id, patience_s=_PATIENCE_S):
@@ -434,7 +419,6 @@ def _digest(data: bytes) -> str:
 
 
 def _as_id(kind: str, key: str) -> str:
-    """Return the key if it is a valid agent id, else a hash of it."""
     try:
         check_agent_id(key, kind)
     except InvalidRequestError:

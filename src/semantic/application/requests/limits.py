@@ -45,7 +45,6 @@ class Bucket:
         self.level, self.at = min(self.level + gained, per_minute), now
 
     def wait_s(self, level: float) -> float:
-        """Return the seconds until the bucket reaches `level`."""
         return max(0.0, level - self.level) * _MINUTE_S / self.per_minute
 
 
@@ -64,12 +63,7 @@ class RateLimits:
     def __init__(
         self, ring: Callable[[], KeyRing] = KeyRing, now: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start with full buckets.
-
-        Args:
-            ring: Returns the limits in force; they may change at any time.
-            now: A monotonic clock, in seconds.
-        """
+        """Start with full buckets; the limits that `ring` returns may change at any time."""
         self._ring = ring
         self._now = now
         self._buckets: dict[tuple[str, ...], Bucket] = {}
@@ -109,7 +103,6 @@ class RateLimits:
         return list(tightest.values())
 
     def agent_scope(self, principal: Principal, agent_id: str) -> _Scope:
-        """Return the scope for the limits of one agent."""
         rate = self._ring().policy(principal.tenant).agent_rate
         return _Scope(("agent", principal.tenant, agent_id), f"agent {agent_id}", rate)
 
@@ -146,7 +139,6 @@ class RateLimits:
         return [everything, _Scope(key, "this key", ring.key_rate(principal))]
 
     def _filled(self, scopes: list[_Scope]) -> Iterator[tuple[_Scope, LimitKind, Bucket]]:
-        """Yield the buckets of the configured limits, refilled up to now."""
         now = self._now()
         for scope, kind in itertools.product(scopes, LIMIT_KINDS):
             per_minute = getattr(scope.rate, kind)

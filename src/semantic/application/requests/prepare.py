@@ -49,8 +49,6 @@ class PreparedRequest:
     """A request that is ready to be queued.
 
     Attributes:
-        shape: The required form of the reply.
-        identity: The agent that the turn belongs to.
         thinking: Counts the tokens of thinking; None if the model does not think.
         day: The date shown in the prompt; None if it shows none.
         num_begun: Tokens at the end of the prompt that are the beginning of the reply.
@@ -162,7 +160,6 @@ class Preparation:
     def _render(
         self, request: ChatRequest, model: LoadedModel, replays: TenantReplays
     ) -> tuple[Prompt, date | None]:
-        """Render the prompt and the given beginning of the reply; also returns the date shown."""
         if request.raw_prompt is not None:
             return Prompt(_raw_tokens(request.raw_prompt, model)), None
         if not request.is_continued:
@@ -191,10 +188,7 @@ class Preparation:
             raise InvalidRequestError("messages or tools are nested too deeply.") from None
 
     def _max_kept(self, agent: Agent, num_prompt: int, model: LoadedModel) -> int | None:
-        """Return how many tokens of KV cache the agent may keep; None if unlimited.
-
-        Raises if the quota does not allow the turn.
-        """
+        """Return how many tokens of KV cache the agent may keep; raises if the turn exceeds it."""
         self._agents.check_quota(agent)
         max_bytes = agent.quota.max_bytes
         if max_bytes is None:
@@ -212,7 +206,6 @@ class Preparation:
         return limit
 
     def _max_tokens(self, request: ChatRequest, num_prompt: int, model: LoadedModel) -> int:
-        """Return the maximum length of the reply: as requested, limited to the free context."""
         limit, limited_by = model.backend.spec.max_context, "the model's context"
         if self._device.longest_sequence < limit:
             limit, limited_by = self._device.longest_sequence, "this server's memory"
@@ -281,7 +274,6 @@ def _shape(
 def _constraint(
     shape: ReplyShape, max_tokens: int, beginning: str, model: LoadedModel
 ) -> TokenConstraint | None:
-    """Return a constraint for the reply's form, advanced past the reply's given beginning."""
     if model.grammar is None or shape.is_free:
         return None
     encode, encode_plain = model.tokenizer.encode, model.tokenizer.encode_plain
@@ -320,7 +312,6 @@ def _within(
     visible: Mapping[int, bytes],
     inner: TokenConstraint | None,
 ) -> TokenConstraint | None:
-    """Add a limit of `budget` tokens of thinking to a constraint."""
     thinking, markers = _thinking_counter(shape, model, visible), shape.format.thinking_markers
     if thinking is None or markers is None:
         return inner
@@ -335,7 +326,6 @@ def _predicted(request: ChatRequest, model: LoadedModel) -> tuple[int, ...]:
 
 
 def _raw_tokens(prompt: RawPrompt, model: LoadedModel) -> tuple[int, ...]:
-    """Return the tokens of a prompt that no chat template is applied to."""
     content = prompt.content
     if isinstance(content, str):
         require_whole_characters(content, param="prompt")
@@ -390,7 +380,6 @@ class PreparationThreads:
 
         Args:
             timeout_s: The longest wait for a slot, and then for the work.
-            num_threads: The number of slots.
             start: Runs work in a new thread; raises `RuntimeError` if none can be started.
         """
         self._start = start

@@ -35,9 +35,6 @@ class FinishedReply:
     """A complete reply.
 
     Attributes:
-        state: Its tokens and sealed KV cache.
-        event: The engine's final event.
-        message: The parsed message.
         raw_text: The text as the model wrote it, with markup.
     """
 
@@ -80,9 +77,6 @@ class LiveReply:
         """Start with one event to read.
 
         Args:
-            first: The first event for the reader.
-            parser: Splits text into thinking, text and tool calls.
-            on_cancel: Stops the computation.
             log: Logs the reply; awaited before the reader gets the final event.
             thinking: Counts the tokens of thinking; None if the model does not think.
             beginning: The beginning of the message, given by the client; not sent as an event.
@@ -153,7 +147,6 @@ class LiveReply:
             return replace(last, is_durable=False)
 
     def _counted(self, event: Finished) -> Finished:
-        """Add the number of thinking tokens to the usage."""
         if self._thinking is None or self.state is None:
             return event
         for token in self.state.tokens:

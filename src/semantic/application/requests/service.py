@@ -75,10 +75,6 @@ class InferenceService:
         """Create the service; starts no thread.
 
         Args:
-            device: Computes replies and embeddings.
-            hub: Routes the device's events to replies.
-            agents: Logs turns.
-            replays: Stores the tokens of replies.
             gate: Makes requests wait for their model; defines the request timeout.
             is_durable: Whether a written turn, given by tenant and id, is durable on disk. If set,
                 replies end after their turn is written and report the result; None reports nothing.

@@ -26,9 +26,7 @@ class Conversation:
     """The conversation before the new messages.
 
     Attributes:
-        system: The system prompt; empty if there is none.
         history: All messages after the system prompt.
-        continuation: How the conversation relates to the agent's latest turn.
     """
 
     system: tuple[Message, ...]
@@ -145,7 +143,6 @@ class StatefulChat:
     async def _begin(
         self, principal: Principal, known: Agent, ask: NewTurn, epoch: int | None
     ) -> LiveReply:
-        """Start a turn; drops the oldest messages if they do not fit and the agent allows it."""
         agent = await self._agent(principal, known.id)
         if agent.created_at != known.created_at:
             raise AgentNotFoundError(f"agent {agent.id!r} was deleted and created again meanwhile.")

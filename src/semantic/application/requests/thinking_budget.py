@@ -26,7 +26,6 @@ class ThinkingCounter:
         """Start before the first token.
 
         Args:
-            markers: The markers that enclose thinking.
             piece: Returns a token's text, including that of markers that are special tokens.
             is_open: The prompt ends inside thinking.
         """
@@ -39,11 +38,9 @@ class ThinkingCounter:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the next token is part of the thinking."""
         return self._splitter.is_inside
 
     def feed(self, token: int) -> None:
-        """Process the reply's next token."""
         if self._splitter.is_over:
             return
         was_inside = self.is_inside
@@ -78,9 +75,7 @@ class ThinkingBudget:
 
         Args:
             budget: Maximum tokens of thinking before the end marker is forced.
-            thinking: Counts the reply's tokens of thinking.
             way_out: The tokens of the end marker.
-            vocab_size: Size of the vocabulary.
             inner: Another constraint on the reply; it takes precedence in a conflict.
         """
         self._budget = budget

@@ -67,10 +67,7 @@ class ObjectBlocks:
             obstore.delete(self._store, _path(key))
 
     def older_than(self, age_s: float) -> Iterator[list[PartKey]]:
-        """Yield the keys of objects older than `age_s` by the store's own clock, page by page.
-
-        Writes a small object to read that clock.
-        """
+        """Write a small object to read the store's own clock, then yield keys page by page."""
         with _refusal("list"):
             obstore.put(self._store, _CLOCK, b"")
             now = obstore.head(self._store, _CLOCK)["last_modified"]
@@ -96,7 +93,6 @@ def _key(path: str) -> PartKey | None:
 
 @contextlib.contextmanager
 def _refusal(verb: str) -> Iterator[None]:
-    """Convert the store's errors to domain errors."""
     try:
         yield
     except AlreadyExistsError:

@@ -143,7 +143,6 @@ class PostgresLedger(LedgerReadings):
         Args:
             url: URL of the database, e.g. ``postgresql://user@host/name``.
             index: Ledger of the block files on this machine.
-            timeout_s: How long to wait for a connection.
         """
         self._index = index
         self._url = url
@@ -154,11 +153,7 @@ class PostgresLedger(LedgerReadings):
         )
 
     def load(self) -> LedgerState:
-        """Open the local index and migrate the database; agents are read on demand.
-
-        Raises:
-            CachePersistenceError: the database cannot be reached, or a newer server wrote it.
-        """
+        """Open the local index and migrate the database; agents are read on demand."""
         local = self._index.load()
         with self._refusals():
             self._pool.open()
@@ -274,7 +269,6 @@ class PostgresLedger(LedgerReadings):
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Convert the database's errors to domain errors."""
         try:
             yield
         except (psycopg.DataError, psycopg.IntegrityError) as error:
@@ -290,11 +284,7 @@ def _channel(connection: Connection) -> str:
 
 
 def _migrate(connection: Connection) -> None:
-    """Migrate the database to the latest version, one server at a time.
-
-    Raises:
-        CachePersistenceError: a newer server wrote the database.
-    """
+    """Migrate the database to the latest version, one server at a time."""
     connection.execute("SELECT pg_advisory_xact_lock(hashtext('semantic migrate'))")
     connection.execute("CREATE TABLE IF NOT EXISTS versions (version INTEGER PRIMARY KEY)")
     row = connection.execute("SELECT coalesce(max(version), 0) FROM versions").fetchone()
@@ -310,7 +300,6 @@ def _migrate(connection: Connection) -> None:
 
 
 def _execute(connection: Connection, query: str, values: Row) -> psycopg.Cursor[Row]:
-    """Run a query that has question marks for values."""
     return connection.execute(query.replace("?", "%s").encode(), values)
 
 
@@ -334,11 +323,7 @@ def _timed_row(agent: Agent) -> Row:
 
 
 def _advance(connection: Connection, change: AdvanceHead) -> None:
-    """Advance an agent's head; a concurrent writer waits for the row lock, then conflicts.
-
-    Raises:
-        ConflictError: the agent's head has changed, or another process took over the lease.
-    """
+    """Advance an agent's head; a concurrent writer waits for the row lock, then conflicts."""
     agent, before = change.agent, change.before
     if change.epoch is not None:
         ended = connection.execute(_END_LEASE, (agent.tenant, agent.id, change.epoch))

@@ -104,7 +104,6 @@ class ShardedBackend(DoneTickets):
         self._all("open_sequence", seq, tuple(tokens))
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
-        """Send each rank its share of the payloads."""
         shares = [self._divided(part) for part in parts]
         arguments = [
             (seq, [share[rank] for share in shares], end) for rank in range(len(self._links))
@@ -216,7 +215,6 @@ class ShardedBackend(DoneTickets):
         return [answers[link] for link in self._links]
 
     def _lose(self, reason: str) -> DeviceLostError:
-        """Terminate the group; returns the error to raise."""
         self._lost = f"the model's {len(self._links)} shards are lost: {reason}."
         self._end()
         return DeviceLostError(self._lost)

@@ -129,20 +129,14 @@ class SharedParts:
 
     @contextmanager
     def sole_collector(self) -> Iterator[bool]:
-        """Try to become the only collector; yields whether it succeeded.
-
-        The lock ends with the context, or with the process.
-        """
+        """The lock ends with the context, or with the process."""
         with self._ledger.transaction() as connection:
             lock = " ".join(("SELECT pg_try_advisory_xact_lock(", _LOCK, ")"))
             row = connection.execute(lock).fetchone()
             yield bool(row and row[0])
 
     def mark(self, *, unused_s: float) -> None:
-        """Mark parts dead that no agent reaches and that were unused for `unused_s`; revive others.
-
-        Removes agents whose time to live is over first.
-        """
+        """Removes agents whose time to live is over first."""
         with self._ledger.transaction(is_synced=False) as connection:
             connection.execute(_EXPIRE)
             connection.execute(_MARK, (unused_s,))

@@ -41,9 +41,6 @@ class ObjectTier:
         """Start with no uploads or downloads.
 
         Args:
-            files: Files of this machine, the source of uploads.
-            objects: The object store.
-            index: The shared index of the object store.
             grace_s: Seconds from marking an object as dead to deleting it; longer than any request.
         """
         self._files = files

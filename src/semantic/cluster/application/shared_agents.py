@@ -40,10 +40,7 @@ class SharedAgents:
             return list(self._seen.values())
 
     def put(self, agent: Agent, before: Agent | None, epoch: int | None) -> LedgerChange:
-        """Remember an agent; returns the ledger change to write.
-
-        The change succeeds only if the ledger's agent still matches `before`.
-        """
+        """The change succeeds only if the ledger's agent still matches `before`."""
         self._note(agent)
         return AdvanceHead(agent, before, epoch)
 

@@ -66,11 +66,7 @@ class Replica:
     """The Ray Serve deployment class: one server in a process of Ray."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Wire a server in the first directory of this machine that no other replica uses.
-
-        Args:
-            options: Settings that override those of this machine.
-        """
+        """Wire a server in the first directory of this machine that no other replica uses."""
         tune_process()
         settings = load_settings(dict(options))
         logging.getLogger().setLevel(settings.runtime.log_level.upper())
@@ -126,11 +122,7 @@ class ReplicaHeader:
 
 
 def _claim_directory(base: Path) -> DirectoryLock:
-    """Lock the first free directory; one that an earlier replica left is reused with its blocks.
-
-    Raises:
-        CachePersistenceError: the directory cannot be written.
-    """
+    """Lock the first free directory; one that an earlier replica left is reused with its blocks."""
     for number in itertools.count():
         try:
             return DirectoryLock(base / str(number))
@@ -209,9 +201,6 @@ def replicas_wanted(load: ReplicaLoad) -> tuple[int, dict[str, Any]]:
 def build(options: Mapping[str, Any]) -> Any:
     """Make the Ray Serve application; Ray's `import_path` names this function.
 
-    Args:
-        options: Settings of the replicas.
-
     Raises:
         InvalidRequestError: a setting is wrong, or the store is not shared.
     """
@@ -263,7 +252,6 @@ def _checked(settings: Settings) -> Settings:
 
 
 def _quiet(address: str | None) -> dict[str, Any]:
-    """Options of `ray.init` that turn off the dashboard and the logs of the replicas."""
     usual: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     return usual if address else {**usual, "include_dashboard": False}
 

@@ -57,8 +57,6 @@ class Order:
         addresses: Host and free port of each rank, by rank.
         directory: The model's files; the same path on every machine.
         spec: The cache geometry of one rank's shard.
-        options: The server's settings for dtype, device, weights and threads.
-        hint: The dtype that earlier starts chose or stored blocks in.
     """
 
     rank: int
@@ -87,10 +85,7 @@ def load_sharded(
     """Load a model, split over `settings.shards` processes.
 
     Args:
-        directory: The model's files.
         spec: The cache geometry of the whole model.
-        settings: The number of shards, and how to run the model.
-        backend: The library that runs the model.
         hint: The dtype of earlier starts and stored blocks; all ranks use the same dtype.
 
     Raises:
@@ -122,12 +117,7 @@ class _Ranks:
         backend: Literal["torch", "mlx"],
         hint: ComputeHint,
     ) -> Sequence[Connection]:
-        """Start local ranks, wait until all have joined, and have each load its shard.
-
-        Raises:
-            BackendError: a rank did not join, or exited.
-            InvalidRequestError: a rank could not load its shard.
-        """
+        """Start local ranks, wait until all have joined, and have each load its shard."""
         settings = self._settings
         host, port = _address(settings.shard_listen) if settings.shard_listen else (_LOOPBACK, 0)
         key = settings.shard_key or secrets.token_hex()
@@ -168,7 +158,6 @@ class _Ranks:
         self._processes.append(subprocess.Popen(command, env=environment))  # noqa: S603 - our own
 
     def _accept(self, listener: "RankListener") -> str:
-        """Accept the next rank that knows the key; returns its host."""
         deadline = time.monotonic() + _JOIN_S
         while time.monotonic() < deadline:
             if any(process.poll() is not None for process in self._processes):

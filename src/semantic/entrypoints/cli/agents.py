@@ -325,7 +325,6 @@ def _turn_line(turn: Json, heads: list[str]) -> Text:
 
 
 def _turn_texts(turn: Json) -> tuple[str, str]:
-    """The last question and reply of a turn, shortened."""
     replies = [m for m in turn["messages"] if m["role"] == "assistant"]
     asked = [m for m in turn["messages"] if m["role"] in ("user", "tool")]
     return (

@@ -41,8 +41,6 @@ def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None
     """Run one of the commands: stats, verify, gc or export-key.
 
     Args:
-        action: The name of the command.
-        settings: Location of the cache, and its limits.
         orphan_age_h: For gc, the least age of orphans to delete; None applies the setting.
 
     Raises:
@@ -278,7 +276,6 @@ class _Cache:
 
 
 def _files(store: AgentCacheStore) -> dict[PartKey, int]:
-    """The size in bytes of each file that a store knows."""
     return {file.key: file.nbytes for node in store.nodes() for file in node.files.values()}
 
 

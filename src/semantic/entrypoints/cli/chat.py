@@ -105,7 +105,6 @@ class ChatSession:
         return f"/v1/agents/{self.agent}"
 
     def run(self) -> None:
-        """Read and run lines until the input ends or `/quit`; errors are printed."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - gives `input` a history
         if self.screen.is_terminal:
@@ -129,7 +128,6 @@ class ChatSession:
                 self.screen.print()
 
     def _run_line(self, line: str) -> bool:
-        """Send a message or run a command; False for `/quit`."""
         if not line.startswith("/"):
             self.say(line)
             return True

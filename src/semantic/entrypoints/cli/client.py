@@ -39,7 +39,6 @@ class ServerClient:
 
         Args:
             url: The server's address, with or without `http://` and `/v1`.
-            key: Sent as a bearer token, if given.
 
         Raises:
             ServerError: the address or the key is malformed.
@@ -147,7 +146,6 @@ class ServerClient:
 
 
 def _trusted_certificates() -> ssl.SSLContext:
-    """The default certificate authorities, or those in SSL_CERT_FILE."""
     try:
         return httpx.create_ssl_context()
     except OSError as error:
@@ -162,7 +160,6 @@ def file_pieces(path: Path) -> Iterator[bytes]:
 
 
 def _message(response: httpx.Response) -> str:
-    """The error message of a response, or its status if it has none."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(response.json()["error"]["message"])
     return f"{response.request.url} answered {response.status_code} {response.reason_phrase}"

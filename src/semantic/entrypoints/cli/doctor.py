@@ -115,7 +115,6 @@ def _version(distribution: str) -> str | None:
 
 
 def _device(name: str) -> str:
-    """The device that a library would use, as text."""
     if name == "torch":
         import torch
 

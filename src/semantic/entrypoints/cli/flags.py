@@ -39,7 +39,6 @@ class Answer:
     status: int = 0
 
     def print(self, *, as_json: bool) -> int:
-        """Print the result; returns the exit status."""
         if as_json:
             print_json(self.value)
             return self.status
@@ -124,7 +123,6 @@ def _with_flags(
 
 
 def _setting(name: str) -> inspect.Parameter:
-    """The flag of a setting; `Settings` validates its value."""
     field = Settings.model_fields[name]
     choices = getattr(field.annotation, "__args__", ())
     is_switch = field.annotation is bool

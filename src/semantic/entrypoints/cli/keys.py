@@ -126,11 +126,7 @@ def revoke(
 
 
 def _read_limits(entry: _Limits, given: Sequence[str]) -> _Limits:
-    """Return the limits with those given as NAME=N replaced.
-
-    Raises:
-        InvalidRequestError: a name or a number is invalid; the message says which.
-    """
+    """Return the limits with those given as NAME=N replaced."""
     values = entry.model_dump()
     for text in given:
         name, _, number = text.partition("=")

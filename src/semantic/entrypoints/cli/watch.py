@@ -222,7 +222,6 @@ def measure(
 
 
 def _prompt(tokens: int) -> str:
-    """Make a unique prompt of about `tokens` tokens."""
     name = uuid.uuid4().hex[:8]
     # About sixteen tokens per sentence in most vocabularies.
     return "".join(_SENTENCE.format(name, number) for number in range(max(tokens // 20, 1)))
