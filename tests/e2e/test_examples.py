@@ -50,7 +50,7 @@ def test_the_first_example_on_the_starter_model(
     "name, expected",
     [
         ("many_agents", "4 agents answered together"),
-        ("best_of_n", "the best one goes on"),
+        ("best_of_n", "the best one continues"),
     ],
 )
 def test_examples_with_many_agents(

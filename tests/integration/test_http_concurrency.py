@@ -57,6 +57,7 @@ def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+@pytest.mark.slow
 def test_two_hundred_streams_all_finish_and_leave_nothing_behind(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, max_batch_size=32, log_level="warning")
     with run_server(settings) as running:
