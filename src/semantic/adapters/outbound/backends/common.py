@@ -119,7 +119,6 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         return max(sequence.window_start, sequence.length - self._window)
 
     def _has_window(self, sequence: SequenceT, num_tokens: int) -> bool:
-        """Whether window layers hold what a continuation after some tokens attends to."""
         if not self._window:
             return True
         return self._first_kept(sequence) <= max(0, num_tokens - self._window)
@@ -129,11 +128,6 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         return is_end or (not self._has_state and self._has_window(sequence, num_tokens))
 
     def _sort_parts(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> "SortedParts":
-        """Check and sort the payloads that extend a sequence to `end`.
-
-        Raises:
-            CacheCorruptionError: see `ModelBackendPort.load`.
-        """
         sequence = self._sequences[seq]
         by_kind = sort_parts(parts, sequence.length, end, self._spec, self._traits.kv_abi)
         if end > len(sequence.known):
@@ -234,11 +228,6 @@ class EagerBackend(DoneTickets, SequenceBackend[SequenceT]):
     """Computes synchronously; the last sampled token is on the host."""
 
     def _tokens_of(self, chunk: Chunk, last_sampled: int | None) -> tuple[int, ...]:
-        """Return the token ids of a chunk.
-
-        Raises:
-            InvalidRequestError: see `_check_tokens`.
-        """
         self._check_tokens(chunk, has_sampled=last_sampled is not None)
         if chunk.tokens is LAST_SAMPLED:
             return () if last_sampled is None else (last_sampled,)
@@ -307,7 +296,6 @@ def sort_parts(
 
 
 def _check_run(parts: Sequence[KVPayload], start: int, end: int) -> None:
-    """Check that parts cover ``[start, end)`` without gaps and surplus parts."""
     position = min(start, parts[0].start) if parts else start
     for part in parts:
         if part.start != position or position >= end:
@@ -335,7 +323,6 @@ def verify(
     """Sample a chunk's token, and one more after each draft token that matches.
 
     Args:
-        chunk: A chunk with a draw.
         draw_at: Samples the token after the last known one (0), the first draft token (1), ...
     """
     first, *later = chunk.draws

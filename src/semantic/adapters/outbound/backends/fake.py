@@ -124,14 +124,12 @@ class _Sequence:
             self.window = [*self.window, *added][-window_size:]
 
     def keep(self, entries: Sequence[int]) -> None:
-        """Append entries of full layers, computed or restored."""
         self.full.extend(entries)
         for entry in entries:
             self.full_hash = _mix(self.full_hash, entry)
         self.last_sampled = None
 
     def buffer(self, start: int, end: int, kind: LayerKind) -> HostBuffer:
-        """Copy the entries of ``[start, end)``, or the state at `end`."""
         if kind is LayerKind.FULL:
             return _ids_buffer("full", self.full[start:end])
         if kind is LayerKind.WINDOW:
@@ -153,7 +151,7 @@ class FakeBackend(EagerBackend[_Sequence]):
         pipeline_depth: Literal[0, 1] = 0,
         weights: int = 0,
     ) -> None:
-        """Create a model; different `weights` generate different text."""
+        """Different `weights` generate different text."""
         spec = spec or fake_spec()
         self._weights = weights
         abi = f"fake.v2.{spec.window}.{int(spec.num_state > 0)}"
@@ -164,7 +162,6 @@ class FakeBackend(EagerBackend[_Sequence]):
 
     @property
     def num_open(self) -> int:
-        """Number of open sequences; for tests that check for leaks."""
         return len(self._sequences)
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
@@ -184,7 +181,6 @@ class FakeBackend(EagerBackend[_Sequence]):
         return StepTicket(StepOutput(tuple(make_rows(step, self._run))))
 
     def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Add tokens; each has a random vector that depends on all tokens before it."""
         chunk = Chunk(seq, start, tuple(tokens))
         sequence = self._sequence_of(chunk)
         sequence.append(self._tokens_of(chunk, None), self._window)
@@ -224,8 +220,6 @@ class FakeBackend(EagerBackend[_Sequence]):
         return row
 
     def _verified(self, sequence: _Sequence, chunk: Chunk) -> Row:
-        """Sample a token, and another after each matching draft token; keeps no rejected one."""
-
         def draw_at(index: int, draw: Draw) -> tuple[int, TokenLogprob | None]:
             sequence.append(chunk.draft[max(index - 1, 0) : index], self._window)
             return sample(self._logits(sequence), draw, sequence.known, sequence.length)

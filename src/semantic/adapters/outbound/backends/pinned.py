@@ -38,12 +38,10 @@ class ArrivingBytes:
     """Pinned memory that a running copy writes to; see `PendingBytes`."""
 
     def __init__(self, memory: memoryview, wait: Callable[[], None]) -> None:
-        """Wrap memory.
+        """Wrap memory that a copy writes to.
 
-        Args:
-            memory: What the copy writes to.
-            wait: Waits for the copy without blocking other threads; raises `CacheCorruptionError`
-                if the copy failed.
+        `wait` waits for the copy without blocking other threads; raises `CacheCorruptionError` if
+        the copy failed.
         """
         self._memory = memory
         self._wait = wait
@@ -116,13 +114,7 @@ class PinnedMemory:
     """Allocates pieces of pinned slabs. Thread-safe."""
 
     def __init__(self, pin: Pin, *, slab: int, limit: int) -> None:
-        """Start pinning in the background.
-
-        Args:
-            pin: Registers pages of this process with the device.
-            slab: Bytes to pin at once.
-            limit: Maximum bytes in total.
-        """
+        """Start to pin in the background: `slab` bytes at once, at most `limit` bytes in total."""
         self._pin = pin
         self._slab_bytes, self._limit = slab, limit
         self._pieces = FreePieces()

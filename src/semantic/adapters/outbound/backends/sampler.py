@@ -23,7 +23,6 @@ def sample(
 
     Args:
         logits: One row of the model's logits; not modified.
-        draw: Sampling parameters and mask.
         known: The sequence's tokens; penalties read those before `position`.
         position: Of the token to sample; None means after all known tokens.
 

@@ -64,11 +64,6 @@ class MlxBackend(SequenceBackend[MlxSequence]):
     """`ModelBackendPort` over a directory that mlx-lm can load."""
 
     def __init__(self, loaded: MlxModel) -> None:
-        """Determine how the model can be run.
-
-        Raises:
-            InvalidRequestError: this backend cannot run it.
-        """
         spec = loaded.spec
         try:
             self._runner = MlxRunner(loaded.model, loaded.make_caches)
@@ -213,7 +208,6 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         super().close_sequence(seq)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """Return the size of the arrays, padding included; capacities are a quarter apart."""
         layout = self._runner.layout
         return sum(layout.nbytes(capacity_for(length)) for length in lengths if length)
 

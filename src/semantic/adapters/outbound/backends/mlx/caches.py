@@ -42,7 +42,6 @@ class Part:
         return min(self.window, capacity) if self.kind is LayerKind.WINDOW else capacity
 
     def nbytes(self, capacity: int) -> int:
-        """Return the bytes of one sequence's arrays."""
         room = 1 if self.kind is LayerKind.STATE else self.size(capacity)
         return sum(
             room * dtype.size * _product(shape)
@@ -50,7 +49,6 @@ class Part:
         )
 
     def zeros(self, capacity: int) -> list[Array]:
-        """Create one sequence's arrays, filled with zeros."""
         shapes = self.shapes
         if self.kind is not LayerKind.STATE:
             shapes = tuple((heads, self.size(capacity), dim) for heads, dim in shapes)
@@ -74,17 +72,14 @@ class CacheLayout:
         self._make_caches = list
 
     def of_kind(self, kind: LayerKind) -> list[int]:
-        """Return the indices of the parts of a kind."""
         return [place for place, part in enumerate(self.parts) if part.kind is kind]
 
     def nbytes(self, capacity: int) -> int:
-        """Return the bytes of one sequence."""
         if capacity not in self._nbytes:  # called for every sequence in every step
             self._nbytes[capacity] = sum(part.nbytes(capacity) for part in self.parts)
         return self._nbytes[capacity]
 
     def zeros(self, capacity: int) -> Arrays:
-        """Create the arrays of an empty sequence."""
         return [part.zeros(capacity) for part in self.parts]
 
     def fit(self, arrays: Arrays, capacity: int) -> Arrays:
@@ -110,7 +105,6 @@ class CacheLayout:
         return caches
 
     def freeze(self, caches: Sequence[Any], length: int, capacity: int) -> Arrays:
-        """Extract the arrays of one sequence from library caches."""
         arrays: Arrays = []
         for part, leaf in zip(self.parts, leaves(caches), strict=True):
             if part.kind is LayerKind.FULL:

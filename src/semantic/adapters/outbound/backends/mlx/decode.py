@@ -47,15 +47,7 @@ class AttentionView:
     def __init__(
         self, place: int, part: Part, steps: Sequence[GroupStep], offset: Any, kernels: KernelStep
     ) -> None:
-        """Create the view of a part.
-
-        Args:
-            place: Index of the part.
-            part: Keys and values.
-            steps: All groups of the step.
-            offset: Position of the new token, by row; one number if all are equal.
-            kernels: Custom CUDA kernels, shared by all parts of the step.
-        """
+        """`offset` is the new token's position, by row; one number if all are equal."""
         self.place = place
         self.kernels = kernels
         self.part = part
@@ -64,7 +56,6 @@ class AttentionView:
 
     @property
     def arrays(self) -> list[list[Array]]:
-        """The part's keys and values, by group."""
         return [step.group.arrays[self.place] for step in self.steps]
 
     def make_mask(self, *_: Any, **__: Any) -> Array | None:
@@ -77,11 +68,9 @@ class AttentionView:
         return len(self.steps) == 1 and not self.steps[0].is_drafted
 
     def is_own(self, mask: Any) -> bool:
-        """Whether `mask` is this view's mask and not None."""
         return mask is not None and mask is self.make_mask()
 
     def update_and_fetch(self, keys: Array, values: Array) -> tuple[Any, Any]:
-        """Store the new token's keys and values, and return those of all tokens."""
         if self._is_plain:
             return self._write(self.steps[0], keys, values)
         groups = [self._write(s, keys[s.place], values[s.place]) for s in self.steps]
@@ -95,10 +84,7 @@ class AttentionView:
         scale: float,
         sinks: Array | None,
     ) -> Array:
-        """Attend with one query per row.
-
-        MLX's CUDA kernels support no mask per row, so a custom kernel runs there.
-        """
+        """Attend with one query per row; on CUDA by a custom kernel: MLX's have no mask per row."""
         if sinks is None and self.kernels.can_attend(queries, *groups[0]):
             return self.kernels.attend(self.part, queries, self.arrays, scale)
         return concatenate_rows(
@@ -182,12 +168,10 @@ class CompiledSteps:
         self._met: set[tuple[int, ...]] = set()
 
     def release(self) -> None:
-        """Drop the model."""
         self._known.clear()
         self._model = None
 
     def run(self, kernels: KernelStep, tokens: Array) -> Array:
-        """Compute one token for each of a step's rows; returns the logits."""
         part = self._layout.parts[0]
         plan = kernels.plan(part, part.shapes[0][0])
         given = _given(tokens, kernels.positions, plan, kernels.table)
@@ -201,13 +185,7 @@ class CompiledSteps:
         return self._remembered(key)(*given)
 
     def prepare(self, num_rows: int, num_chunks: int, table: Array) -> None:
-        """Compile steps with draft tokens, or short prompts, of this size.
-
-        Args:
-            num_rows: Rows of the step.
-            num_chunks: Chunks of its plan.
-            table: Addresses of a scratch sequence of at least one token.
-        """
+        """Compile steps with draft tokens, or short prompts; `table` is of a non-empty sequence."""
         rows = [chunk * num_rows // num_chunks for chunk in range(num_chunks)]
         firsts = [sum(row < r for row in rows) for r in range(num_rows + 1)]
         chunks = mx.array([(row, 0, 1, 0) for row in rows], mx.int32)
@@ -258,11 +236,7 @@ def _sizes(given: Sequence[Array]) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class LastToken:
-    """Marks the last real token of the model's input.
-
-    Attributes:
-        num_padding: Number of padding tokens after it.
-    """
+    """Marks the last real token of the model's input; `num_padding` tokens follow it."""
 
     num_padding: int = 0
 

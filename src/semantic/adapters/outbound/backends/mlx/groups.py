@@ -38,11 +38,8 @@ class MlxSequence:
     """A sequence's tokens, and the location of its KV cache.
 
     Attributes:
-        window_start: Window layers hold nothing before this position, because it was not restored.
-        has_state: Whether recurrent layers hold the state at `length`.
         group: The group with its arrays; None while it holds no KV cache.
         last_token: The token sampled after the last one.
-        last_step: Number of the last step that it took part in.
         copying: The last copy of its KV cache to the host, if any.
     """
 
@@ -56,7 +53,6 @@ class MlxSequence:
     copying: Copying | None = None
 
     def group_row(self) -> tuple["Group", int]:
-        """Return its group and its row there."""
         if self.group is None:
             raise ValueError("the sequence holds no KV cache")
         return self.group, self.group.members.index(self)
@@ -116,7 +112,6 @@ class RowGroups:
         return group
 
     def make_room(self, sequence: MlxSequence, length: int) -> None:
-        """Give a non-empty sequence room for `length` tokens."""
         if length > sequence.group_row()[0].capacity:
             self.isolate(sequence, capacity_for(length))
 
@@ -184,7 +179,6 @@ class RowGroups:
         return arrays
 
     def _compact(self) -> None:
-        """Compact all groups that sequences have left."""
         for group in self._left:
             self._keep_rest(group, {None})
         self._left.clear()
@@ -262,7 +256,6 @@ class GroupStep:
         positions: Of the new token, by row.
         start: Index of the first row in the step's batch.
         drafts: Number of draft tokens by row; empty if there are none.
-        num_padding: Unused rows at the end.
     """
 
     group: Group
@@ -300,7 +293,6 @@ class GroupStep:
 
     @property
     def place(self) -> slice:
-        """Slice of the rows in the batch."""
         return slice(self.start, self.start + len(self.rows))
 
     def draft_places(self) -> list[tuple[int, slice]]:
@@ -359,12 +351,10 @@ class GroupStep:
         return arrays
 
     def _slots(self, part: Part) -> list[int]:
-        """Return the slot of each new token, by row of the batch."""
         ring = part.window or self.group.capacity
         return [position % ring for position in self.all_positions]
 
     def _places(self, part: Part) -> Array:
-        """Return `_slots` as an array on the device, cached by window."""
         if part.window not in self._known_places:
             self._known_places[part.window] = mx.array(self._slots(part))
         return self._known_places[part.window]

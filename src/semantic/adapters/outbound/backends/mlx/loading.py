@@ -132,7 +132,6 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
 
 
 def _fast_reading(memory: PinnedMemory | None) -> contextlib.AbstractContextManager[None]:
-    """Read weights through pinned memory on CUDA; elsewhere leave it to MLX."""
     if memory is None:
         return contextlib.nullcontext()
     return WeightReader(memory, Transfer(memory)).in_use()
@@ -180,10 +179,7 @@ def describe(dtype: str, reason: str) -> Compute:
 
 
 def _convert(model: Any, dtype: DType) -> str:
-    """Convert floating-point weights to one number format; returns the reason.
-
-    Quantised weights stay packed.
-    """
+    """Convert weights that are not quantised to one number format; returns the reason."""
     if dtype != "auto":
         model.set_dtype(getattr(mx, dtype))
         return "requested"

@@ -49,10 +49,6 @@ def copy_out(
     """Start to copy one kind of layers, all packed into one array per name.
 
     Args:
-        layout: The model's layout.
-        sequence: The sequence, which holds the positions.
-        positions: Positions to copy.
-        kind: Kind of layers.
         transfer: Copies to the host in the background; without it the copies stay on the device.
         after: Array that must be evaluated before the copy starts.
     """
@@ -91,7 +87,6 @@ def _send(
     kind: LayerKind,
     after: Array,
 ) -> HostBuffer | None:
-    """Let the device copy one name's arrays; None if it cannot."""
     shape = tuple(arrays[0].shape[1:])
     dtype = arrays[0].dtype
     if kind is LayerKind.STATE:
@@ -140,8 +135,6 @@ def read(
 
 
 class _Found:
-    """A payload with all its buffers checked."""
-
     def __init__(self, layout: CacheLayout, payload: KVPayload, end: int) -> None:
         places = layout.of_kind(payload.kind)
         part = layout.parts[places[0]]
@@ -160,7 +153,6 @@ class _Found:
         ]
 
     def on_device(self) -> tuple[Array, ...]:
-        """Copy the arrays to the device through numpy, without tokens after the end."""
         arrays = tuple(map(_to_device, self.buffers, self.shapes, self.dtypes))
         if self.is_state or self.end == self.payload.end:
             return arrays

@@ -68,7 +68,6 @@ class PendingRow:
     later: list[PendingToken] = field(default_factory=list)
 
     def finish(self) -> Row:
-        """Wait for the row, and store its token in the sequence."""
         if self.token is None:
             mx.eval(self.mark)  # wait, so that the measured step time is right
             return Computed(self.chunk.seq)
@@ -82,7 +81,6 @@ class PendingRow:
         return row
 
     def _verified(self, token: PendingToken) -> Row:
-        """Wait for the sampled tokens, and keep the draft tokens that match."""
         sequence, accepted = self.sequence, []
         row = token.answer()
         for draft_token, following in zip(self.draft, self.later, strict=True):
@@ -139,11 +137,7 @@ class MlxRunner:
             _LOG.info("mlx batches %s in one pass with this model", self.batching.value)
 
     def run(self, rows: Sequence[PendingRow]) -> list[Array]:
-        """Build the computation of a step; mutates the sequences.
-
-        Returns:
-            The arrays to evaluate.
-        """
+        """Build a step's computation and return the arrays to evaluate; mutates the sequences."""
         outputs: list[Array] = []
         by_sequence: dict[MlxSequence, PendingRow] = {}
         last: dict[MlxSequence, Tokens] = {}
@@ -268,7 +262,6 @@ class MlxRunner:
         Args:
             sequences: Each holds at least one token.
             feed: Returns the tokens of sequences, in their order.
-            batching: Which sequences share a pass.
             drafts: Draft tokens by sequence; only with `Batching.GROUPS`.
 
         Returns:
@@ -329,7 +322,6 @@ class MlxRunner:
         return logits
 
     def release(self) -> None:
-        """Drop the model."""
         self._model = self._body = None
         self._compiled.release()
         self.latest = None
@@ -362,7 +354,6 @@ class MlxRunner:
             self._prepare_short()
 
     def _prepare_short(self) -> None:
-        """Compile the steps in which one sequence has a short prompt or draft tokens."""
         row = MlxSequence([])
         self.extend(row, mx.arange(2))
         table = self.groups.table([row.group_row()[0]])
@@ -463,7 +454,6 @@ def _drafted_tokens(
     feed: Callable[[Sequence[MlxSequence]], Array],
     drafts: Mapping[MlxSequence, tuple[int, ...]],
 ) -> Array:
-    """Return the input tokens of a step's rows, draft tokens included."""
     pieces = []
     for group in members:
         pieces.append(feed(group))
@@ -473,7 +463,6 @@ def _drafted_tokens(
 
 
 def _draw(logits: Array, rows: Sequence[PendingToken | None]) -> list[Array]:
-    """Sample the rows that have a token to sample."""
     places = [place for place, row in enumerate(rows) if row is not None]
     drawn = [row for row in rows if row is not None]
     if not drawn:

@@ -103,8 +103,7 @@ class _NotUsed:
     """Placeholder for tokenizer classes while mlx-lm is imported."""
 
     @classmethod
-    def register(cls, *_: object, **__: object) -> None:
-        """Ignore the registration."""
+    def register(cls, *_: object, **__: object) -> None: ...
 
 
 @contextlib.contextmanager

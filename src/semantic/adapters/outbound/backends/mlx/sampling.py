@@ -46,10 +46,7 @@ class PendingToken:
     """A row's token, which may still be computed on the device.
 
     Attributes:
-        known: The sequence's tokens.
-        position: Position of the token.
         device: The tokens sampled on the device in its step; None if the host samples.
-        index: The row in `device`.
         logits: The row's logits, if the host samples.
     """
 
@@ -70,7 +67,6 @@ class PendingToken:
         return self._answer
 
     def has_failed(self) -> bool:
-        """Whether sampling is known to have failed."""
         return isinstance(self._answer, RowFailed)
 
     def token_if_known(self) -> int:

@@ -25,11 +25,7 @@ _MAX_FOLDED_QUERIES = 16
 
 @dataclass(slots=True)
 class TorchSequence:
-    """A sequence's tokens, and their keys and values: ``[layers, heads, capacity, dim]`` each.
-
-    Attributes:
-        window_start: Window layers hold nothing before this position, because it was not restored.
-    """
+    """A sequence's tokens, and their keys and values: ``[layers, heads, capacity, dim]`` each."""
 
     known: list[int]
     length: int = 0
@@ -40,7 +36,6 @@ class TorchSequence:
 
     @property
     def capacity(self) -> int:
-        """Number of tokens that fit into the buffers."""
         return self.keys.shape[2] if self.keys.dim() == 4 else 0
 
     @property
@@ -61,7 +56,6 @@ class ChunkSpan:
 
     Attributes:
         end: The sequence's length after the step.
-        place: The chunk's slice of the row.
         keys: Each layer's keys up to `end`, including room for the chunk's; `values` likewise.
             `make_views` sets these and the following attributes.
         new_keys: The chunk's part of `keys`; `new_values` likewise.
@@ -95,8 +89,6 @@ class ChunkSpan:
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """A layer's attention options, as the library passes them."""
-
     scaling: float
     window: int | None
     softcap: float | None
@@ -251,7 +243,6 @@ def _attend_by_hand(
 
 
 def _mask_if_needed(query: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor | None:
-    """Return None if a plain causal mask suffices."""
     num_queries = query.shape[2]
     if num_keys == num_queries and not (window and num_queries > window):
         return None

@@ -100,7 +100,6 @@ class TorchBackend(EagerBackend[TorchSequence]):
         self._threads = ThreadCount(num_threads) if is_adapted else None
 
     def _pin(self, num_bytes: int) -> None:
-        """Copy KV cache through pinned memory, if the machine has any."""
         memory = shared_memory(num_bytes) if num_bytes else None
         if memory is not None:
             memory.pin_rest()
@@ -240,7 +239,6 @@ class TorchBackend(EagerBackend[TorchSequence]):
         return logits
 
     def _inputs(self, spans: Sequence[ChunkSpan]) -> dict[str, Any]:
-        """Build the model's arguments for a packed row."""
         for span in spans:
             span.make_views()
         packed = [token for span in spans for token in span.tokens]
@@ -300,7 +298,6 @@ class TorchBackend(EagerBackend[TorchSequence]):
             raise torch_loading.refusal(self._spec, reason)
 
     def _check_decoder(self, decoder: Decoder) -> None:
-        """Use the decoder only if it agrees with the model's own code on two sequences."""
         spans, random = [], torch.Generator().manual_seed(0)
         for offset, (length, tokens) in enumerate(((5, (1,)), (37, (2, 3, 0)))):
             sequence = TorchSequence([0] * length)
@@ -356,7 +353,6 @@ class TorchBackend(EagerBackend[TorchSequence]):
         return _host_buffer(name, tensor) if copy is None else copy
 
     def _put(self, target: torch.Tensor, source: Bits, part: KVPayload, end: int) -> None:
-        """Write a part's layers, which are of one kind, up to `end`."""
         end = min(part.end, end)
         layers, content = self._layers[part.kind], source[:, :, : end - part.start]
         if isinstance(layers, slice):

@@ -64,6 +64,5 @@ class DeviceCopies:
         return HostBuffer(name, tuple(tensor.shape), number_format, arriving)
 
     def finish(self) -> None:
-        """Wait for all copies."""
         self._stream.synchronize()
         self._under_way.clear()

@@ -162,8 +162,6 @@ class _MergedLinears:
 
 
 class _MergedPart(nn.Module):
-    """One of several merged linears."""
-
     def __init__(self, merged: _MergedLinears, index: int) -> None:
         super().__init__()
         self._merged, self._index = merged, index
@@ -366,7 +364,6 @@ def _widened(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _highest(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the indices of each row's highest logits."""
     size = logits.shape[-1]
     if size % _NUM_STRIPES or size < _NUM_STRIPES * count:
         return logits.topk(count, sorted=False).indices

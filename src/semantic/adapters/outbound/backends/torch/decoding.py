@@ -65,7 +65,6 @@ def _parts(module: nn.Module) -> set[str]:
 
 
 def _has_full_rope(base: Any) -> bool:
-    """Whether RoPE rotates whole heads."""
     dim = getattr(base.layers[0].self_attn, "head_dim", None)
     positions = torch.zeros(1, 1, dtype=torch.int64)
     tables = (_angles(base.rotary_emb, kind, positions)[0] for kind in _ropes(base))
@@ -145,7 +144,6 @@ def _activation_name(mlp: Any) -> str:
 
 
 def _ropes(base: Any) -> list[str | None]:
-    """Return the kinds of layers that have a RoPE of their own; [None] if all share one."""
     config = getattr(base, "config", None)
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
     has_own = bool(kinds) and all(hasattr(base.rotary_emb, f"{kind}_inv_freq") for kind in kinds)
@@ -167,10 +165,9 @@ def _angles(
 
 
 class Decoder:
-    """Runs steps of one model, whose grouped linears must be packed for the library."""
+    """Runs steps of a model that `can_decode`, its grouped linears packed for the library."""
 
     def __init__(self, model: Any, spec: ModelCacheSpec, library: Library) -> None:
-        """Describe a model that `can_decode` to the library."""
         base, config = model.base_model, model.config
         self._library, self._num_threads = library, torch.get_num_threads()
         self._embed, self._rotary, self._ropes = base.embed_tokens, base.rotary_emb, _ropes(base)
@@ -282,7 +279,6 @@ class Decoder:
         return Matrix(self._floats(linear.weight), bias, FULL, *size, 1.0)
 
     def _norm(self, norm: Any) -> int | None:
-        """Return the address of a norm's weights; None if there is no norm."""
         if norm is None:
             return None
         weight = norm.weight.detach().float()

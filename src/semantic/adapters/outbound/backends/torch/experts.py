@@ -93,7 +93,6 @@ def separate_experts(model: nn.Module) -> None:
 
 
 def _linears(stacked: Any) -> Iterator[tuple[FixedLinear, FixedLinear, FixedLinear]]:
-    """Yield gate, up and down of each expert."""
     both, downs = stacked.gate_up_proj.detach(), stacked.down_proj.detach()
     if type(stacked).__name__ == _SILU_EXPERTS:
         for joined, down in zip(both, downs, strict=True):
@@ -113,15 +112,11 @@ def write_stacked(
     weights: Sequence[Sequence[torch.Tensor]],
     biases: Sequence[torch.Tensor] | None,
 ) -> list[str]:
-    """Write experts into a transformers module.
+    """Write experts into a transformers module; returns the names of the written parameters.
 
     Args:
-        stacked: The module.
         weights: Of gate, up and down: a matrix of each expert.
-        biases: Of gate, up and down, ``[experts, rows]``; None if there are none.
-
-    Returns:
-        The names of the parameters that were written.
+        biases: Of gate, up and down, ``[experts, rows]``.
     """
     is_silu = type(stacked).__name__ == _SILU_EXPERTS
     with torch.no_grad():

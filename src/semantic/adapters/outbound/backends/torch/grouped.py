@@ -53,7 +53,6 @@ class GroupedWeight:
             packed: Words or bytes, the first integer in the lowest bits.
             scales: ``[rows, groups]``; for MXFP4 their exponents, as bytes.
             biases: ``[rows, groups]``; None for MXFP4.
-            num_columns: Columns of the matrix.
         """
         self.packed, self.num_columns = packed.view(torch.uint8), num_columns
         self.scales, self.biases = scales, biases
@@ -78,7 +77,6 @@ class GroupedWeight:
 
     @staticmethod
     def joined(weights: Sequence["GroupedWeight"]) -> "GroupedWeight":
-        """Concatenate the rows of several matrices of one kind."""
         packed = torch.cat([weight.packed for weight in weights])
         scales = torch.cat([weight.scales for weight in weights])
         biases = [weight.biases for weight in weights if weight.biases is not None]
@@ -122,7 +120,6 @@ class GroupedLinear(nn.Module):
         return self.grouped.kind
 
     def packed_size(self, library: Library) -> int:
-        """Return the size of the weights packed for the native library, in bytes."""
         return library.packed_size(self.out_features, self.in_features, self.grouped.bits)
 
     def pack(self, library: Library | None = None, memory: torch.Tensor | None = None) -> None:
@@ -136,7 +133,6 @@ class GroupedLinear(nn.Module):
         Only the first frees the original form.
 
         Args:
-            library: The native library, if the model uses it.
             memory: Of `packed_size` bytes; None allocates it.
         """
         if library is not None:
@@ -255,7 +251,6 @@ class NativeKernel(LinearKernel):
         self._matrix = Matrix(self._packed.data_ptr(), None, weight.bits, *size, unit)
 
     def with_bias(self, bias: torch.Tensor | None) -> Matrix:
-        """Describe the matrix and the bias of its linear to the library."""
         self._bias = None if bias is None else bias.float().contiguous()
         address = None if self._bias is None else self._bias.data_ptr()
         matrix = self._matrix

@@ -82,9 +82,6 @@ class TorchPlan:
     Attributes:
         is_kept: Weights stay grouped as in the file.
         weights: Format that ungrouped weights are quantised to.
-        reason: Why this dtype was chosen.
-        share: Which part of the model this process holds; None means all of it.
-        library: The C library of linears and decode steps, if used.
         slow: Why a CPU runs without the C library; empty if it has it.
     """
 
@@ -107,7 +104,6 @@ class TorchPlan:
 
     @property
     def is_packable(self) -> bool:
-        """Whether linears can be packed for bfloat16."""
         is_fit = self.device.type == "cpu" and self.dtype == torch.bfloat16 and cpu.has_bfloat16()
         return is_fit and self.share is None
 
@@ -279,7 +275,6 @@ def load_model(
 
 
 def _read_plain(directory: Path, spec: ModelCacheSpec, plan: TorchPlan) -> Any:
-    """Load the model without transformers if the C library may be able to run it."""
     if plan.library is None:
         return None
     tensors = dict(read_tensors(directory))
@@ -364,8 +359,6 @@ def bypass_hooks(model: nn.Module) -> None:
 
 
 class _Direct:
-    """Calls `forward` without hooks."""
-
     forward: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

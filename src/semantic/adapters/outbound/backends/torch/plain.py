@@ -44,9 +44,7 @@ def read_plain(
     """Build a model; None if its files do not match a supported family.
 
     Args:
-        config: Content of `config.json`.
         spec: Gives the window of each layer.
-        tensors: Of all files, by name.
         dtype: Of all weights that are not grouped.
         is_kept: Keep grouped weights grouped; otherwise expand them.
 
@@ -66,7 +64,6 @@ def read_plain(
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the RoPE parameters; None if they are of an unsupported kind."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = {"rope_theta": config.get("rope_theta"), "partial_rotary_factor": 1.0, **given}
     rope["rope_type"] = given.get("rope_type", given.get("type", "default"))
@@ -134,8 +131,6 @@ class PlainRMSNorm(nn.Module):
 
 
 class _Rotary(nn.Module):
-    """Computes the RoPE cosines and sines of positions."""
-
     def __init__(self, rope: Mapping[str, Any], dim: int) -> None:
         super().__init__()
         steps = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
@@ -296,6 +291,5 @@ class PlainModel(nn.Module):
         return self.lm_head
 
     def forward(self, *, logits_to_keep: torch.Tensor, **inputs: Any) -> SimpleNamespace:
-        """Run the model over a packed row; returns the logits after the tokens to keep."""
         hidden = self.model(**inputs).last_hidden_state
         return SimpleNamespace(logits=self.lm_head(hidden[:, logits_to_keep]))

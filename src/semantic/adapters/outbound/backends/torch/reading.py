@@ -124,13 +124,11 @@ def _load_experts(model: nn.Module, name: str, tensors: _Tensors, *, is_kept: bo
 
 
 def _experts_in_file(name: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Return what a file calls a layer's experts; None if it has none of that name."""
     names = (name, name.removesuffix("experts") + "switch_mlp")
     return next((given for given in names if f"{given}.gate_proj.weight" in tensors), None)
 
 
 def _expert_matrices(tensors: _Tensors, name: str, num_columns: int) -> Sequence[Any]:
-    """Return each expert's matrix, grouped or full."""
     if f"{name}.scales" in tensors:
         return take_weights(tensors, name, num_columns)
     return list(tensors.pop(f"{name}.weight"))
@@ -155,8 +153,6 @@ def load_rest(
     """Load all weights that are not grouped, and tie the head to the embedding if the model does.
 
     Args:
-        model: The model to load into.
-        tensors: By name.
         is_assigned: Assign the tensors as parameters instead of copying them.
 
     Raises:

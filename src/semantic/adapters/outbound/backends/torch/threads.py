@@ -72,13 +72,6 @@ class ThreadCount:
         read: Callable[[], CoreUse | None] = read_core_use,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start with the maximum.
-
-        Args:
-            most: The maximum number of threads.
-            read: Reads the kernel's counts.
-            clock: Returns the time in seconds.
-        """
         self.number = most
         self._most = most
         self._read = read

@@ -316,14 +316,7 @@ def addresses(pairs: Sequence[Sequence[Array]]) -> Array:
 
 
 def attend(queries: Array, held: Held, plan: AttentionPlan, scale: float) -> Array:
-    """Attend with one query per row.
-
-    Args:
-        queries: ``[rows, heads, 1, dim]``
-        held: Keys and values to attend over.
-        plan: Plan of the step.
-        scale: Factor of the scores.
-    """
+    """Attend with one query per row, ``[rows, heads, 1, dim]``."""
     return _run(_chunks_kernel(scale), queries, queries.shape[1], held, plan, [])
 
 
@@ -342,10 +335,8 @@ def keep_and_attend(
     Args:
         heads: Queries, keys and values ``[rows, all heads, 1, dim]``, before norms and RoPE.
         angles: RoPE cosines and sines, by row.
-        norms: Of queries and keys.
         held: Keys and values to attend over, with room for the new ones.
         plan: Plan of the step, including the new tokens.
-        scale: Factor of the scores.
     """
     num_heads = heads.shape[1] - 2 * held.num_key_heads
     eps = None if norms is None else norms.eps

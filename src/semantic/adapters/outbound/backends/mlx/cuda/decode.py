@@ -28,7 +28,6 @@ class KernelStep:
         """Create a step; plans are made on demand.
 
         Args:
-            steps: All groups of the step.
             positions: Of the new token, by row.
             find: Returns the addresses of groups' arrays; see `RowGroups.table`.
             plans: Existing plans, by window and number of key heads.
@@ -48,7 +47,6 @@ class KernelStep:
         return self._known_table
 
     def can_attend(self, queries: Array, keys: Array, values: Array) -> bool:
-        """Whether the kernel is available and supports these arrays."""
         return cuda.is_available() and cuda_attention.can_attend(queries, keys, values)
 
     def attend(
@@ -72,15 +70,8 @@ class KernelStep:
         """Store the new keys and values, and attend with the new queries.
 
         Not for rings: other rows may still attend to the token that a ring's new token replaces.
-
-        Args:
-            place: Index of the part.
-            part: Not a ring.
-            heads: Queries, keys and values ``[rows, all heads, 1, dim]``, as the layer computes
-                them.
-            rope: The library's RoPE module for queries and keys.
-            norms: Norms of queries and keys, applied before RoPE.
-            scale: Factor of the scores.
+        `heads` are queries, keys and values ``[rows, all heads, 1, dim]`` as the layer computes
+        them; `place` is the index of the part.
         """
         held = Held(self.table, place, part.shapes[0][0])
         plan, angles = self.plan(part, held.num_key_heads), self._angles(rope, heads.shape[-1])
@@ -95,7 +86,6 @@ class KernelStep:
         return self._known_angles[id(rope)]
 
     def plan(self, part: Part, num_key_heads: int) -> AttentionPlan:
-        """Return the attention plan of the step, by window and number of key heads."""
         key = (part.window, num_key_heads)
         if key not in self._known_plans:
             lengths = [step.lengths(part) for step in self._steps]

@@ -89,8 +89,6 @@ class Kernel:
     """A kernel that is compiled at its first call.
 
     Attributes:
-        inputs: Names of the input arrays.
-        outputs: Names of the output arrays.
         source: Body of the function.
         header: Source before the function.
         numbers: Names of the integer arguments, which come last.
@@ -117,16 +115,10 @@ class Kernel:
         numbers: Sequence[int] = (),
         stream: Any = None,
     ) -> list[Array]:
-        """Run the kernel, lazily. The template must determine the arrays' number formats.
+        """Run the kernel, lazily. `grid` is the total number of threads, not of blocks.
 
-        Args:
-            inputs: In the order of the names.
-            template: Number formats and integers to insert into the source.
-            grid: Total number of threads.
-            threadgroup: Threads per block.
-            outputs: Shape and format of each output.
-            numbers: In the order of the names.
-            stream: Stream to run on; None means the default.
+        `template`, the number formats and integers to insert into the source, must determine the
+        arrays' number formats.
         """
         shapes, made_formats = zip(*outputs, strict=True)
         key = tuple(template.values())

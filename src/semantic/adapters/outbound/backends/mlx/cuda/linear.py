@@ -176,9 +176,6 @@ def multiply(
     """Multiply ``[rows, 1, columns]`` by the transpose of ``[outputs, columns]``.
 
     Args:
-        given: Input rows.
-        weight: Weight of a linear layer.
-        norm: Norm to apply to the input first.
         added: Added to the result: a bias, or rows of the result's shape.
         is_gated: The weight consists of SwiGLU's gate and, below it, the gated values; the result
             has half as many outputs.
@@ -206,7 +203,6 @@ def multiply(
 
 
 def _multiply_many(given: Array, weight: Array, added: Array | None, *, is_gated: bool) -> Array:
-    """Multiply by cuBLAS."""
     rows = given[:, 0]
     if added is not None and not is_gated:
         return mx.addmm(added if added.ndim == 1 else added[:, 0], rows, weight.T)[:, None]
@@ -281,7 +277,6 @@ class LinearPart:
 
     @property
     def weight(self) -> Array:
-        """The layer's rows of the joined weights."""
         start, end = [0, *self._joined.ends][self._index : self._index + 2]
         return self._joined.whole.weight[start:end]
 
@@ -307,12 +302,9 @@ def mend_experts(model: Any) -> None:
 
 
 def join_linears(model: Any) -> int:
-    """Join layers that share an input, one set at a time so that memory does not double.
+    """Join layers that share an input; returns the number of joined sets.
 
-    Quantised layers stay unchanged.
-
-    Returns:
-        The number of joined sets.
+    One set at a time, so that memory does not double. Quantised layers stay unchanged.
     """
     # Only the parent modules, so that this list keeps no weights alive.
     parents = [
@@ -348,7 +340,6 @@ def _join(module: Any, names: Sequence[str]) -> None:
 
 @functools.cache
 def _expert_kinds() -> tuple[type, type]:
-    """Return the library's class of unquantised experts, and its replacement."""
     layers = import_library("mlx_lm.models.switch_layers")
 
     class UnsortedExperts(layers.SwitchLinear):  # type: ignore[misc, name-defined]

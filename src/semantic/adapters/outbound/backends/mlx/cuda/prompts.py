@@ -50,10 +50,8 @@ def attend(queries: Array, keys: Array, values: Array, num_keys: int, scale: flo
 
     Args:
         queries: ``[1, heads, tokens, dim]``
-        keys: ``[1, key heads, room, dim]``; values after the last token must be finite.
-        values: Like keys.
-        num_keys: Tokens of the sequence.
-        scale: Factor of the scores.
+        keys: ``[1, key heads, room, dim]``, like `values`; numbers after the last token must be
+            finite.
     """
     num_queries = queries.shape[2]
     lengths = fitting(num_queries, num_keys)

@@ -153,7 +153,6 @@ def keep(
     Args:
         heads: Queries, keys and values ``[rows, all heads, 1, dim]``, before norms and RoPE.
         angles: RoPE cosines and sines, by row.
-        norms: Of queries and keys.
         held: Keys and values, with room for the new ones.
         places: By row its group, its row in the group, and its position.
     """

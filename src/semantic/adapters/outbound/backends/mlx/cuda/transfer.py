@@ -93,11 +93,7 @@ class Copying:
     """
 
     def __init__(self, begin: Callable[[], None]) -> None:
-        """Create an empty set of copies.
-
-        Args:
-            begin: Starts the copies, on the engine's thread.
-        """
+        """`begin` starts the copies, on the engine's thread."""
         self.spans: dict[tuple[int, ...], tuple[Sequence[Array], list[int]]] = {}
         self.after: Array | None = None
         self.memory: list[memoryview] = []
@@ -172,14 +168,10 @@ class Transfer:
     def copy_out(
         self, arrays: Sequence[Array], span: TokenSpan, after: Array
     ) -> ArrivingBytes | None:
-        """Request a copy of tokens of some layers, layer by layer; the next `flush` starts it.
-
-        Returns:
-            None if there is no memory for it.
+        """Request a copy of tokens of some layers; the next `flush` starts it. None without memory.
 
         Args:
-            arrays: One per layer, all of one shape.
-            span: Which tokens of each.
+            arrays: One per layer, all of one shape; they are copied layer by layer.
             after: Evaluated before the copy starts, because the custom kernels write without MLX's
                 knowledge.
         """
@@ -234,15 +226,8 @@ class Transfer:
         """Start to copy consecutive tokens into the first row of arrays, which must not be shared.
 
         Computations after this call see the tokens. The pieces must stay unchanged until the copy
-        is complete.
-
-        Args:
-            pieces: Consecutive pieces of tokens.
-            arrays: One per layer, contiguous ``[rows, heads, room, dim]``.
-            start: Position of the first token.
-
-        Returns:
-            An array that is evaluated when the copy is complete.
+        is complete, which is when the returned array is evaluated. `arrays` has one per layer,
+        contiguous ``[rows, heads, room, dim]``.
         """
         _, heads, room, dim = arrays[0].shape
         numbers = [heads, room, dim * arrays[0].dtype.size // UNIT, len(pieces)]
@@ -280,7 +265,6 @@ class Transfer:
                 mx.eval(self.copy_in([HostPiece(copy.wait(), 1, 1)], [array] * count, 0))
 
     def finish(self) -> None:
-        """Wait for all copies."""
         self.flush()
         mx.synchronize(self._stream)
         self._begun.clear()

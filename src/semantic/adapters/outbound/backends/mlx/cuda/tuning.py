@@ -83,7 +83,6 @@ class LayerWeights:
 
     @property
     def dim(self) -> int:
-        """Dimension of a head."""
         return int(self.heads.shape[0]) // (self.num_heads + 2 * self.num_key_heads)
 
 
@@ -101,11 +100,7 @@ def run_layer(weights: LayerWeights, given: Array, view: AttentionView) -> Array
 
 
 def use_custom_layers(model: Any) -> int:
-    """Run supported layers on the custom kernels.
-
-    Returns:
-        The number of such layers.
-    """
+    """Run supported layers on the custom kernels; returns the number of such layers."""
     ropes: list[Any] = []
     found = 0
     for module in model.modules():
@@ -119,7 +114,6 @@ def use_custom_layers(model: Any) -> int:
 
 
 def _supported_weights(layer: Any) -> LayerWeights | None:
-    """Return a layer's parameters if the kernels support it; other layers stay unchanged."""
     try:
         weights = _weights_of(layer)
         return weights if weights is not None and _can_run(weights) else None
@@ -129,7 +123,6 @@ def _supported_weights(layer: Any) -> LayerWeights | None:
 
 
 def _weights_of(layer: Any) -> LayerWeights | None:
-    """Return a layer's parameters; None if its structure is not supported."""
     attention, mlp = layer.self_attn, layer.mlp
     heads, inner = attention.q_proj, mlp.gate_proj
     if "q_norm" in attention and attention.q_norm.eps != attention.k_norm.eps:
@@ -160,7 +153,6 @@ def _weights_of(layer: Any) -> LayerWeights | None:
 
 
 def _can_run(weights: LayerWeights) -> bool:
-    """Whether the kernels support such a layer."""
     w, dtype = weights, weights.heads.dtype
     queries, keys = (mx.zeros((1, n, 1, w.dim), dtype) for n in (w.num_heads, w.num_key_heads))
     vectors = [w.first_norm.factors, w.second_norm.factors, w.heads_bias]
@@ -207,7 +199,6 @@ def _norm(module: Any) -> Norm:
 
 @functools.cache
 def _custom_kinds() -> dict[type, type]:
-    """Map the library's class of a layer to its replacement."""
     return {base: _custom_kind(base) for base in map(_library_kind, _FAMILIES)}
 
 

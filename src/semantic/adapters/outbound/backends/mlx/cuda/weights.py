@@ -88,7 +88,6 @@ class WeightReader:
             os.close(file)
 
     def _allocate(self, num_bytes: int, reads: "_Reads") -> list[memoryview]:
-        """Allocate memory for a tensor, in pieces; empty if it does not fit even alone."""
         pieces: list[memoryview] = []
         while num_bytes:
             piece = self._memory.allocate(min(num_bytes, _READ_BYTES))
@@ -101,8 +100,6 @@ class WeightReader:
 
 
 class _Reads:
-    """Tensors in transfer from a file to the device, in order."""
-
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
         self._arrays: dict[str, Array] = {}
@@ -128,7 +125,6 @@ class _Reads:
         return True
 
     def finish(self) -> dict[str, Array]:
-        """Wait for all tensors."""
         while self.make_room():
             pass
         return self._arrays
@@ -140,7 +136,6 @@ class _Reads:
                 future.exception()
 
     def _fetch(self) -> None:
-        """Let the device copy the oldest tensor that is being read."""
         tensor, pieces, futures = self._reading[0]
         for future in futures:
             future.result()

@@ -101,7 +101,6 @@ class NativeRow(ctypes.Structure):
 
 
 def _abi() -> int:
-    """Return the value of `semantic_abi` for the structures of this module."""
     sizes = (ctypes.sizeof(kind) for kind in (Matrix, NativeLayer, NativeModel, NativeRow))
     return sum(size << 16 * index for index, size in enumerate(sizes))
 
@@ -143,20 +142,10 @@ class Library:
         self._packed_size.restype = ctypes.c_size_t
 
     def step(self, model: NativeModel, rows: int, num_rows: int, *rest: int) -> None:
-        """Run a model over rows.
-
-        Raises:
-            MemoryError: the library could not allocate its buffers.
-        """
         if self._step(ctypes.byref(model), rows, num_rows, *rest):
             raise MemoryError("out of memory in a native decode step")
 
     def linear(self, matrix: Matrix, x: int, num_rows: int, out: int, num_threads: int) -> None:
-        """Multiply rows with a matrix.
-
-        Raises:
-            MemoryError: the library could not allocate its buffers.
-        """
         if self._linear(ctypes.byref(matrix), x, num_rows, out, num_threads):
             raise MemoryError("out of memory in a native linear")
 

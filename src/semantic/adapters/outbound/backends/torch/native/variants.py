@@ -105,7 +105,6 @@ def compile_library(
     option `-lapi-ms-win-core-synch-l1-2-0` in `more`, `x86_64-windows-gnu`.
 
     Args:
-        variant: The variant to compile.
         path: File to write. It appears only when the library is complete.
         compiler: A command that accepts GCC's options.
         more: Additional linker options.
@@ -149,12 +148,7 @@ class NativeBuild:
     """
 
     def __init__(self, directory: Path, choice: str = "auto", prebuilt: Path = PREBUILT) -> None:
-        """Start loading or compiling in the background.
-
-        Args:
-            directory: Where libraries compiled on this machine are stored.
-            choice: A variant's name; `auto` selects the best that this CPU supports, `off` none.
-            prebuilt: Directory of libraries that were compiled elsewhere.
+        """Start in the background; `choice` is a variant's name, `auto` (the best here) or `off`.
 
         Raises:
             InvalidRequestError: there is no such variant.
@@ -214,12 +208,6 @@ class NativeBuild:
         )
 
     def _find(self, variant: Variant) -> Library:
-        """Load a variant, compiled before or now.
-
-        Raises:
-            OSError: this CPU does not support it, or there is no compiler.
-            subprocess.SubprocessError: the compiler failed.
-        """
         name = file_name(variant)
         if (path := self._prebuilt / name).exists():
             return Library(path, variant.name)
@@ -231,11 +219,6 @@ class NativeBuild:
         return Library(path, variant.name)
 
     def _probe(self, variant: Variant, compiler: Sequence[str]) -> None:
-        """Check that this CPU supports a variant before compiling it.
-
-        Raises:
-            OSError: this CPU does not support it.
-        """
         with tempfile.TemporaryDirectory() as temporary:
             probe = str(Path(temporary) / "probe.so")
             name = f'-DSEMANTIC_VARIANT="{variant.name}"'
@@ -261,7 +244,6 @@ def _find_compiler() -> list[str]:
 
 
 def _identity(compiler: Sequence[str]) -> str:
-    """Hash a compiler's command and the version that it reports."""
     command = [*compiler, "--version"]
     # The user's compiler.
     said = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603
