@@ -73,10 +73,7 @@ def run_all(
     """Run benchmarks in order and print the progress.
 
     Args:
-        names: The benchmarks to run.
         rough: Benchmarks that always run in quick mode.
-        is_quick: Whether all run in quick mode.
-        against: The earlier result to compare with.
     """
     found: dict[str, Any] = {}
     result: dict[str, Any] = {}

@@ -77,13 +77,11 @@ class Server:
     num_tokens: int
 
     async def draft(self, num_tokens: int) -> None:
-        """Turn speculative decoding on or off."""
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}") as http:
             reply = await http.patch("/admin/runtime", json={"draft_tokens": num_tokens})
             reply.raise_for_status()
 
     async def ask(self, prompt: str, num_tokens: int = 0, **more: Any) -> Reply:
-        """Request a reply of exactly this many tokens."""
         client = Client(f"http://127.0.0.1:{self.port}/v1")
         client = replace(client, more={**client.more, **more})
         messages = [{"role": "user", "content": prompt}]

@@ -71,7 +71,6 @@ class TimedConstraint:
         TimedConstraint.spent_s += time.perf_counter() - started
 
     def copy(self) -> "TimedConstraint":
-        """Return a copy that adds to the same time."""
         return TimedConstraint(self._inner.copy())
 
 

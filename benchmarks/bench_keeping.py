@@ -87,7 +87,6 @@ class Kept:
         self._written: list[BlockPart] = []
 
     def calls(self) -> dict[str, Callable[[int], object]]:
-        """Return the measured calls by name; each takes an index."""
         return {
             "write a block": self._write,
             "read a block": lambda i: self._files.read(self._written[i]),
@@ -98,7 +97,6 @@ class Kept:
         }
 
     def ms(self, name: str) -> float:
-        """Return the milliseconds of the next call of this name."""
         call, index = self.calls()[name], next(self._indices[name])
         return 1000 * seconds(lambda: call(index))
 

@@ -72,9 +72,6 @@ def seal(store: AgentCacheStore, spec: ModelCacheSpec, tokens: Sequence[int], cu
     """Seal one conversation block by block and settle it; returns the bytes before settling.
 
     Args:
-        store: Keeps the blocks.
-        spec: The model's geometry.
-        tokens: Tokens of the conversation.
         cut: Where its reply begins: a block ends there too.
     """
     numbers = _Numbers(spec)
@@ -160,14 +157,9 @@ def agents_that_fit(
     *,
     has_windows: bool = True,
 ) -> int:
-    """Return how many agents of one length fit a budget.
+    """Return how many agents of one length fit a budget, in bytes.
 
-    Args:
-        spec: The model's geometry.
-        length: Tokens of each agent.
-        bits: Bits per stored number.
-        budget: In bytes.
-        has_windows: Whether window layers keep only their window, as here, or every token.
+    Without `has_windows`, window layers keep every token.
     """
     nbytes = spec.bytes_per_context(length) if has_windows else spec.bytes_per_context(1) * length
     return int(budget / (nbytes * resting_bits(bits) / 16))

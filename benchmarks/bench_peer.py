@@ -113,7 +113,6 @@ class Timed:
 
     @property
     def system(self) -> System:
-        """Return the server in the form that the workflow benchmark uses."""
         return System(self.name, self.start, more={"ignore_eos": True, "cache_prompt": True})
 
 
@@ -169,7 +168,6 @@ class Comparison:
         self._report, self._servers, self._homes = report, servers, homes
 
     def run(self, condition: str) -> None:
-        """Run the selected measurements."""
         only, place = self._report.options.only, 1000 * CONDITIONS.index(condition)
         with contextlib.ExitStack() as stack:
             pairs = zip(self._servers, self._homes, strict=True)

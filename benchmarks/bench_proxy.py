@@ -45,7 +45,6 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _running(command: list[str], port: int) -> Iterator[int]:
-    """Run a program until its port answers; stops it at the end."""
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "SEMANTIC_MODEL_ALIASES": "any"}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as process:  # noqa: S603
         try:

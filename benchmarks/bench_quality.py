@@ -81,7 +81,6 @@ class Divergence:
 
     @property
     def perplexity(self) -> float:
-        """Perplexity of the text."""
         return math.exp(fmean(self.surprises))
 
     def add(self, expected: Logits, found: Logits, following: int = 0) -> None:
@@ -130,7 +129,6 @@ class Readers:
         self._origin = dict.fromkeys(self._codecs, SOURCE)
 
     def restart(self) -> None:
-        """Write each sequence's KV cache in its format, and read it back."""
         for sequence, codec in self._codecs.items():
             blocks = [rest(codec, block) for block in self._blocks(self._origin[sequence])]
             if self._origin[sequence] == sequence:

@@ -47,7 +47,6 @@ class Served:
     start_s: float
 
     async def ask(self, messages: Messages, num_tokens: int) -> Reply:
-        """Send a chat and read its stream."""
         return await Client(f"http://127.0.0.1:{self.port}/v1").ask(messages, num_tokens)
 
 
@@ -209,7 +208,6 @@ class Run:
         self._everyone: list[Messages] = []
 
     def all(self) -> None:
-        """Run the selected cases."""
         options, wanted = self._options, self._options.only
         if "bare" in wanted:
             self._note("bare", bare_loop.measure(*self._how(), options.lengths))

@@ -70,7 +70,6 @@ def _tokenizer() -> HFTokenizer:
 
 @cache
 def _pages() -> tuple[int, ...]:
-    """Return English text without repetitions: this project's documentation."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return tuple(_tokenizer().encode("\n".join(page.read_text("utf-8") for page in pages)))
 
@@ -122,7 +121,6 @@ class Talk:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all replies."""
         return sum(reply.num_tokens for reply in self.replies)
 
     @contextlib.contextmanager

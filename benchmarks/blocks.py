@@ -24,7 +24,6 @@ class Geometry:
     dim: int
 
     def shape(self, num_tokens: int = BLOCK_TOKENS) -> tuple[int, ...]:
-        """Of the keys of so many tokens, and of their values."""
         return (self.num_layers, self.num_heads, num_tokens, self.dim)
 
 

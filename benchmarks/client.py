@@ -23,8 +23,6 @@ class Reply:
         arrivals: Clock time of every piece of text.
         num_prompt: Tokens of the prompt as the server counts them; 0 if unknown.
         num_reused: Those of them that it did not compute.
-        num_accepted: Accepted draft tokens.
-        num_rejected: Rejected draft tokens.
     """
 
     first: float
@@ -39,7 +37,6 @@ class Reply:
 
     @property
     def ms_per_token(self) -> float:
-        """Milliseconds per token between the first token and the last."""
         return 1000 * (self.last - self.first) / max(self.num_tokens - 1, 1)
 
 
@@ -49,8 +46,6 @@ class Client:
 
     Attributes:
         url: Base URL, including `/v1`.
-        model: Model to request.
-        more: Additional fields of the body.
     """
 
     url: str

@@ -64,13 +64,11 @@ class PersistentEngine:
     ready: threading.Event
 
     def job(self, tokens: Sequence[int], max_tokens: int) -> Job:
-        """Make a request of the agent `bench`."""
         root = self.model.root(Principal())
         name = f"job{time.monotonic_ns()}"
         return make_job(name, tokens, max_tokens, agent="bench", root=root)
 
     def run(self) -> None:
-        """Step the engine until all requests have ended."""
         while self.engine.has_work:
             self.engine.step()
 
@@ -97,9 +95,7 @@ def persistent_engine(
 def serving(*arguments: str, settings: Mapping[str, str] | None = None) -> Iterator[int]:
     """Run a server process on a free port; yields the port once the model is ready.
 
-    Args:
-        arguments: Additional command-line arguments.
-        settings: Settings without a flag, by name; passed by environment variables.
+    `settings` have no flag: environment variables pass them.
 
     Raises:
         RuntimeError: the server exited before it was ready.

@@ -78,7 +78,6 @@ def _tensors(model: Any) -> dict[str, Floats]:
 
 
 def _take(name: str, parameter: torch.Tensor, written: dict[str, torch.Tensor]) -> None:
-    """Set a parameter from the file's tensors."""
     if "experts" not in name:
         parameter.copy_(written[_gguf_name(name)])
         return

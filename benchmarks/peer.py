@@ -83,7 +83,6 @@ def build() -> Path:
 
 
 def _make_tools(directory: Path) -> Path:
-    """Create an environment with the build tools; returns their path."""
     venv.create(directory, with_pip=True)
     _run(directory / "bin" / "python", "-m", "pip", "install", "--quiet", *_TOOLS)
     return directory / "bin"
@@ -123,14 +122,7 @@ def _run(*command: str | Path) -> None:
 def peer_serving(
     model: Path, *, streams: int = 8, context: int = 8192, more: tuple[str, ...] = ()
 ) -> Iterator[int]:
-    """Run the peer on a free port; yields the port when it is ready.
-
-    Args:
-        model: A GGUF file.
-        streams: Number of concurrent requests.
-        context: Context length of each, in tokens.
-        more: Additional arguments.
-    """
+    """Run the peer on a free port; yields the port when ready. `context` is tokens per stream."""
     path = peer_path()
     if not path.exists():
         raise FileNotFoundError(f"llama.cpp's server is not built: run `make peer` ({path})")

@@ -83,8 +83,6 @@ def make_model(shape: str, directory: Path, tokenizer: Path, *, is_sure: bool = 
 
     Args:
         shape: A key of `SHAPES`.
-        directory: Directory for models.
-        tokenizer: A directory with the tokenizer's files.
         is_sure: Whether the model strongly prefers one next token: its layers add little, and its
             head determines the token. Otherwise rounding decides, and an additional row in a step
             changes the text.
@@ -149,8 +147,6 @@ def _write_weights(model: Path, config: dict[str, Any], *, is_sure: bool) -> Non
 
 
 class _Numbers:
-    """The numbers that tensors consist of."""
-
     def __init__(self, hidden: int, *, is_wide: bool, is_sure: bool) -> None:
         pattern = np.random.default_rng(0).standard_normal(_PATTERN, np.float32) * _SCALE
         ones = np.ones(hidden, np.float32)

@@ -42,7 +42,6 @@ class Rounds:
     figures: dict[str, list[float]]
 
     def median(self, name: str) -> float:
-        """Return the median of one figure."""
         return median(self.figures[name])
 
     def ratios(self, name: str, base: str) -> list[float]:
@@ -51,7 +50,6 @@ class Rounds:
         return [figure / other for figure, other in pairs]
 
     def ratio(self, name: str, base: str) -> float:
-        """Return the median of `ratios`."""
         return median(self.ratios(name, base))
 
 
@@ -71,13 +69,7 @@ def interleaved(calls: Mapping[str, Callable[[], float]], rounds: int) -> Rounds
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured figure.
-
-    Attributes:
-        values: One value per round or request.
-        least: Lower bound of the median; None for no bound.
-        most: Upper bound of the median; None for no bound.
-    """
+    """One measured figure: a value per round or request, and bounds of the median."""
 
     name: str
     values: tuple[float, ...]
@@ -87,19 +79,16 @@ class Figure:
 
     @property
     def median(self) -> float:
-        """The median of the values."""
         return median(self.values)
 
     @property
     def is_met(self) -> bool:
-        """Whether the median is within its bounds."""
         return (self.least is None or self.median >= self.least) and (
             self.most is None or self.median <= self.most
         )
 
     @property
     def bound(self) -> str:
-        """The bound and whether the median meets it, as text; empty without a bound."""
         if self.least is None and self.most is None:
             return ""
         sign, limit = (">=", self.least) if self.least is not None else ("<=", self.most)
@@ -118,11 +107,8 @@ class Report:
     """The results of one benchmark.
 
     Attributes:
-        name: The name of the benchmark.
         is_quick: Whether to take seconds only and measure roughly.
-        options: Parsed options of the benchmark's command line.
         settings: Parameters that the figures depend on; stored with the figures.
-        seconds: How long the benchmark took.
     """
 
     name: str
@@ -159,20 +145,14 @@ class Report:
         self.notes.append(text)
 
     def choose(self, quick: Any, full: Any) -> Any:
-        """Return `quick` in quick mode, else `full`."""
         return quick if self.is_quick else full
 
     @property
     def missed(self) -> list[Figure]:
-        """The figures whose median is out of bounds."""
         return [figure for figure in self.figures.values() if not figure.is_met]
 
     def table(self, earlier: Mapping[str, Any] | None = None) -> str:
-        """Format all figures as a Markdown table.
-
-        Args:
-            earlier: The `as_json` of an earlier report to compare with.
-        """
+        """Format all figures as a Markdown table; `earlier` is an earlier report's `as_json`."""
         before = (earlier or {}).get("figures", {})
         lines = [f"| {self.name} | median | unit | spread | bound | of earlier |"]
         lines.append("|---|---:|---|---|---|---:|")
@@ -183,7 +163,6 @@ class Report:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole report and the environment, for a JSON file."""
         figures = {
             figure.name: {
                 "median": figure.median,
@@ -267,12 +246,7 @@ def _output(command: list[str]) -> str:
 
 
 def earlier_result(name: str, path: Path) -> dict[str, Any]:
-    """Read an earlier result of a benchmark; empty if there is none.
-
-    Args:
-        name: The name of the benchmark.
-        path: A JSON file with the results of all benchmarks, or of one.
-    """
+    """Read an earlier result of a benchmark from a file of one or all; empty if there is none."""
     if not path.exists():
         return {}
     stored = json.loads(path.read_text("utf-8"))
@@ -288,14 +262,7 @@ def run(
     arguments: Sequence[str] | None = None,
     add_options: Callable[[argparse.ArgumentParser], None] = lambda _: None,
 ) -> int:
-    """Run a benchmark from its command line; returns the exit status, 1 if a bound is missed.
-
-    Args:
-        name: The name of the benchmark: `resume` for `bench_resume`.
-        measure: Runs the benchmark and fills the report.
-        arguments: Command-line arguments; None takes those of the process.
-        add_options: Adds the benchmark's own options.
-    """
+    """Run a benchmark from its command line; returns the exit status, 1 if a bound is missed."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="measure roughly, in seconds")
     parser.add_argument("--json", type=Path, help="output file for all figures")

@@ -90,7 +90,6 @@ class Fleet:
 
     @property
     def routing(self) -> str:
-        """The routing, as text."""
         share = f"{self.affinity:.0%}"
         return f"{share}, unless busy" if self.is_bounded else share
 
@@ -109,7 +108,6 @@ class Tier:
         return self._prefixes.get(key, 0)
 
     def keep(self, key: int, num_tokens: int) -> None:
-        """Store this many tokens of the prefix."""
         self._room += self._prefixes.pop(key, 0) - num_tokens
         self._prefixes[key] = num_tokens
         while self._room < 0:
@@ -128,7 +126,6 @@ class Outcome:
     span_s: float = 0.0
 
     def figures(self, fleet: Fleet) -> dict[str, tuple[float, str]]:
-        """Return all figures by name, with units."""
         total = sum(self.tokens.values())
         shares = {name: (100 * self.tokens[name] / total, "%") for name in TIERS}
         rate = 8e-9 * (self.down_bytes + self.up_bytes) / self.span_s

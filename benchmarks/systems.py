@@ -39,7 +39,6 @@ class System:
         start: Starts it with a directory for its files; yields its base URL, including `/v1`.
         more: Additional fields of requests to it.
         is_salted: Whether every request begins with different words, so that nothing is reused.
-        can_restart: Whether the benchmark may stop and start it.
     """
 
     name: str
@@ -148,8 +147,6 @@ def _packages(*names: str) -> Path:
 def _process(
     command: Callable[[int], list[str]], more: Mapping[str, str] | None = None
 ) -> Callable[[Path], AbstractContextManager[str]]:
-    """Start a process with a port and wait until it answers."""
-
     @contextlib.contextmanager
     def start(home: Path) -> Iterator[str]:
         with socket.socket() as probe:

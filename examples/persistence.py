@@ -35,7 +35,6 @@ def server(home: Path, *options: str) -> Iterator[httpx.Client]:
 
 
 def _address(log: Path, process: "subprocess.Popen[bytes]") -> str:
-    """Read the address off the banner."""
     while process.poll() is None:
         for line in log.read_text().splitlines():
             if "listening" in line:

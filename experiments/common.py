@@ -32,25 +32,20 @@ class Findings:
     lines: list[Line] = field(default_factory=list)
 
     def check(self, name: str, figure: str, *, is_passed: bool) -> None:
-        """Add a line that passes or fails."""
         self._add(Line("PASS" if is_passed else "FAIL", name, figure))
 
     def at_most(self, name: str, figure: float, limit: float, unit: str) -> None:
-        """Add a figure that must not exceed a limit."""
         text = f"{figure:.4g} {unit} (at most {limit:.4g})"
         self.check(name, text, is_passed=figure <= limit)
 
     def at_least(self, name: str, figure: float, limit: float, unit: str = "x") -> None:
-        """Add a figure that must reach a limit."""
         text = f"{figure:.4g} {unit} (at least {limit:.4g})"
         self.check(name, text, is_passed=figure >= limit)
 
     def note(self, name: str, figure: str) -> None:
-        """Add a figure without a limit."""
         self._add(Line("NOTE", name, figure))
 
     def skip(self, name: str, reason: str) -> None:
-        """Add a part that cannot run here."""
         self._add(Line("SKIP", name, reason))
 
     def _add(self, line: Line) -> None:
@@ -64,9 +59,7 @@ class Experiment:
 
     Attributes:
         id: As the plan names it.
-        criterion: What passes.
         adapted: How it differs from the plan, and why; empty if it does not.
-        answer: Runs it.
     """
 
     id: str
@@ -97,16 +90,13 @@ class Answer:
 
     @property
     def anchor(self) -> str:
-        """Of its section."""
         return f"{self.id}-{self.verdict}".lower()
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> "Answer":
-        """Of a file."""
         return cls(**{**stored, "lines": tuple(Line(**line) for line in stored["lines"])})
 
     def __str__(self) -> str:

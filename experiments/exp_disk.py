@@ -31,7 +31,6 @@ class CacheFiles:
         ]
 
     def read(self) -> None:
-        """Read and check all blocks."""
         for part in self._parts:
             self._cache.read(part)
 
