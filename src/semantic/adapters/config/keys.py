@@ -106,11 +106,7 @@ class KeyEntry(_Entry):
 
 
 class KeyFile(_Entry):
-    """The content of a key file.
-
-    Attributes:
-        limits: The rate limit of all requests together.
-    """
+    """The content of a key file; `limits` is the rate limit of all requests together."""
 
     version: Literal[1] = 1
     limits: RateEntry = RateEntry()
@@ -133,11 +129,7 @@ class KeyFile(_Entry):
         note: str = "",
         rate: RateEntry | None = None,
     ) -> tuple["KeyFile", KeyEntry, str]:
-        """Issue a key; returns the new file, the key, and its secret, which is not stored.
-
-        Raises:
-            InvalidRequestError: the tenant's name is malformed.
-        """
+        """Issue a key; returns the new file, the key, and its secret, which is not stored."""
         check_agent_id(tenant, "tenant", "a tenant's name")
         secret = new_secret()
         key = KeyEntry(
@@ -153,11 +145,7 @@ class KeyFile(_Entry):
         return self.model_copy(update={"keys": (*self.keys, key), "tenants": tenants}), key, secret
 
     def without_key(self, key_id: str) -> "KeyFile":
-        """Revoke a key; it stays in the list, marked as revoked.
-
-        Raises:
-            InvalidRequestError: no key has this id.
-        """
+        """Revoke a key; it stays in the list, marked as revoked."""
         if key_id not in {key.id for key in self.keys}:
             raise InvalidRequestError(
                 f"no key {key_id!r}; `semantic keys list` shows all keys.", param="id"
@@ -177,7 +165,6 @@ def load_key_ring(path: Path, marker: Path, api_key: str | None, admin_key: str 
     """Read all keys: those of the key file and those of the settings.
 
     Args:
-        path: The key file.
         marker: A file that is created as soon as the key file has keys. From then on, a missing key
             file is an error: without it, the server would be open to everyone.
         api_key: A key of the tenant `local`, or its hash (`sha256:...`).
@@ -215,11 +202,7 @@ def _digest(secret: str) -> str:
 
 
 def read_key_file(path: Path) -> KeyFile:
-    """Read a key file; a missing file counts as one without keys.
-
-    Raises:
-        InvalidRequestError: the file is invalid; the message says why.
-    """
+    """Read a key file; a missing one has no keys. Raises `InvalidRequestError` if it is invalid."""
     return _read(path) or KeyFile()
 
 

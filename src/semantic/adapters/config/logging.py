@@ -21,12 +21,7 @@ _RENDERER = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plai
 
 @dataclass(frozen=True, slots=True)
 class LogFiles:
-    """Location and rotation of the log files.
-
-    Attributes:
-        max_bytes: The size at which the log file is rotated.
-        num_old: How many rotated files are kept; older ones are deleted.
-    """
+    """Location of the log file; at `max_bytes` it is rotated, and `num_old` old files are kept."""
 
     directory: Path
     max_bytes: int = 10 * 2**20

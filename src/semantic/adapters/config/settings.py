@@ -322,7 +322,6 @@ class Settings(_RuntimeFields):
 
     @property
     def runtime(self) -> RuntimeSettings:
-        """The settings that the application reads while it runs."""
         return RuntimeSettings(
             **{entry.name: getattr(self, entry.name) for entry in fields(RuntimeSettings)}
         )
@@ -334,7 +333,6 @@ class Settings(_RuntimeFields):
 
     @property
     def effective_key_file(self) -> Path:
-        """`key_file`, or by default `keys.json` in `home`."""
         return self.key_file.expanduser() if self.key_file else self.home_dir / "keys.json"
 
     @property
@@ -343,7 +341,6 @@ class Settings(_RuntimeFields):
 
     @property
     def effective_cache_dir(self) -> Path:
-        """`cache_dir`, or by default `cache` in `home`."""
         return self.cache_dir.expanduser() if self.cache_dir else self.home_dir / "cache"
 
     @property

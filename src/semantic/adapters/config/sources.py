@@ -36,12 +36,7 @@ def load_settings(
     config: Path | None = None,
     config_dir: Path = Path("config"),
 ) -> Settings:
-    """Read settings from all sources.
-
-    Args:
-        overrides: Settings from the command line.
-        config: A TOML file named by the user; it must exist.
-        config_dir: The directory of `default.toml` and `<environment>.toml`.
+    """Read settings from all sources; `overrides` are the command line's, and `config` must exist.
 
     Raises:
         InvalidRequestError: a value is invalid, or a file is missing or unreadable; names it.
@@ -138,7 +133,6 @@ def _is_from(values: Any, problem: ErrorDetails) -> bool:
 
 
 def _suggestion(name: str) -> str:
-    """Suggest the setting with the most similar name, if there is one."""
     is_variable = name.upper().startswith(ENV_PREFIX)
     bare = name[len(ENV_PREFIX) :].lower() if is_variable else name
     for found in get_close_matches(bare, Settings.model_fields, n=1):

@@ -87,7 +87,6 @@ class ToolSchema(Schema):
     strict: bool | None = None
 
     def to_domain(self) -> ToolSpec:
-        """Translate to a tool; absent fields become empty."""
         return ToolSpec(
             self.name or "",
             self.description or "",
@@ -100,8 +99,7 @@ class NamedTool(Protocol):
     """A tool choice that names the one tool the model must call."""
 
     @property
-    def name(self) -> str:
-        """Name of the tool that the model must call."""
+    def name(self) -> str: ...
 
 
 def limit_entries(value: object, limit: int = MAX_ENTRIES) -> object:
@@ -109,9 +107,6 @@ def limit_entries(value: object, limit: int = MAX_ENTRIES) -> object:
 
     This runs before the entries are validated: building a million validation errors would delay
     all other requests.
-
-    Raises:
-        ValueError: it has more than `limit` entries.
     """
     if isinstance(value, list | dict) and len(value) > limit:
         raise ValueError(f"at most {limit} entries are allowed, not {len(value)}")
@@ -122,11 +117,7 @@ Limited: TypeAlias = Annotated[_T, BeforeValidator(limit_entries)]
 
 
 def limit_parts(value: object, noun: str) -> object:
-    """Refuse messages with too many parts in total.
-
-    Raises:
-        ValueError: the messages have more than `_MAX_PARTS` parts.
-    """
+    """Refuse messages with too many parts in total."""
     messages = value if isinstance(value, list) else []
     contents = (message.get("content") for message in messages if isinstance(message, dict))
     num_parts = sum(len(content) for content in contents if isinstance(content, list))
@@ -136,11 +127,7 @@ def limit_parts(value: object, noun: str) -> object:
 
 
 def sampling_of(body: BaseModel, **more: object) -> SamplingParams:
-    """Translate sampling parameters; None means that the request does not set one.
-
-    Raises:
-        InvalidRequestError: a value is out of its range.
-    """
+    """Translate sampling parameters; None means that the request does not set one."""
     values = {name: getattr(body, name, None) for name in _SAMPLING} | more
     known = {name: value for name, value in values.items() if value is not None}
     if known.get("top_k") == NO_LIMIT:
@@ -176,12 +163,7 @@ def renumber(param: str, name: str, places: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def client_params(client_param: Callable[..., str | None], *about: object) -> Iterator[None]:
-    """Make errors name a field as the client does.
-
-    Args:
-        client_param: Translates our name of a field to the client's.
-        about: Further arguments of `client_param`.
-    """
+    """Make errors name a field as the client does: `client_param` translates our name of it."""
     try:
         yield
     except InvalidRequestError as error:
@@ -190,11 +172,7 @@ def client_params(client_param: Callable[..., str | None], *about: object) -> It
 
 
 def refuse(is_given: object, param: str, why: str) -> None:
-    """Raise an error about a field if `is_given` is true.
-
-    Raises:
-        InvalidRequestError: `is_given` is true.
-    """
+    """Raise `InvalidRequestError` about a field if `is_given` is true."""
     if is_given:
         raise InvalidRequestError(why, param=param)
 

@@ -25,10 +25,7 @@ class Cipher:
     """Encrypts and decrypts bytes. Thread-safe."""
 
     def __init__(self, key: bytes) -> None:
-        """Load the AES-GCM implementation.
-
-        Args:
-            key: The AES-256 key, 32 bytes.
+        """Load the AES-GCM implementation for a key of 32 bytes.
 
         Raises:
             InvalidRequestError: the `cryptography` package is not installed.

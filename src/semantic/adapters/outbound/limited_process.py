@@ -38,12 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """Resource limits of one process.
-
-    Attributes:
-        cpu_s: CPU time for one request, in seconds.
-        memory: Limit of the process's data segment, in bytes.
-    """
+    """Limits of one process: CPU seconds per request, and bytes of its data segment."""
 
     cpu_s: float = 2.0
     memory: int = 512 * 2**20
@@ -66,7 +61,6 @@ class LimitedProcesses:
             module: Module to run; it calls `serve`.
             setup: Object that each process receives before its first request.
             task: What the processes do, for error messages: "compiling a schema".
-            limits: Resource limits of each process.
         """
         self._module = module
         self._setup = limits, setup
@@ -198,8 +192,7 @@ def _end_idle(idle: "queue.LifoQueue[_Process | None]") -> None:
 def serve(prepare: Callable[[Any], Callable[[bytes], bytes]]) -> None:
     """Answer requests until the parent closes its end of the pipe.
 
-    Args:
-        prepare: Takes the setup object and returns the function that answers a request.
+    `prepare` takes the setup object and returns the function that answers a request.
     """
     connection = Connection(int(sys.argv[1]))
     with contextlib.suppress(EOFError, OSError):

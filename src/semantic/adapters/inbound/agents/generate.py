@@ -36,12 +36,7 @@ GENERATED = {
 
 
 class ReplyWriter:
-    """One reply, whole or as a stream.
-
-    Args:
-        agent_id: The agent that replies.
-        find_turn: Finds the turn logged for the reply by its id; it may block.
-    """
+    """One reply, whole or as a stream; `find_turn` finds its logged turn by id, and may block."""
 
     def __init__(self, agent_id: str, find_turn: Callable[[str], Turn | None]) -> None:
         self._agent_id = agent_id
@@ -50,11 +45,7 @@ class ReplyWriter:
         self._started: Started | None = None
 
     async def collect(self, replies: ReplySet) -> Json:
-        """Wait for the complete reply.
-
-        Raises:
-            SemanticError: the reply failed.
-        """
+        """Wait for the complete reply; raises `SemanticError` if it failed."""
         async for _, event in replies.events():
             if isinstance(event, Failed):
                 raise event.error
@@ -63,7 +54,6 @@ class ReplyWriter:
         raise AssertionError("a reply ended without a final event")
 
     async def write(self, _: int, event: Event) -> str:
-        """Format the next event as a frame; empty if it has none."""
         ended = await self._add(event)
         frame = _frame(event) if ended is None else {"type": "finished", **ended}
         return "" if frame is None else data(frame)
@@ -99,7 +89,6 @@ class ReplyWriter:
 
 
 def _frame(event: Event) -> Json | None:
-    """Format an event of a stream; None if the stream does not show it."""
     match event:
         case Started():
             usage = UsageOut.json_of(event.usage)

@@ -148,7 +148,6 @@ class AgentSettings(_Schema):
     labels: dict[_Label, _Label] = Field({}, max_length=MAX_LABELS)
 
     def apply(self, agent: Agent) -> Agent:
-        """Return the agent with the given fields changed."""
         names_set = self.model_fields_set
         profile, changes = dict[str, Any](), dict[str, Any]()
         for name in names_set & {"system", "model"}:
@@ -252,7 +251,6 @@ class _OutputForm(_Schema):
         return self
 
     def to_domain(self) -> OutputFormat | None:
-        """The format to enforce; None for plain text."""
         match self.type:
             case "json":
                 return JsonFormat(self.json_schema)
@@ -312,11 +310,6 @@ class Generate(_Schema):
         return "message" if param == "messages" and self.message is not None else param
 
     def to_domain(self) -> NewTurn:
-        """Translate to a turn.
-
-        Raises:
-            InvalidRequestError: the server cannot honour a value.
-        """
         messages = [NewMessage(content=self.message)] if self.message is not None else self.messages
         return NewTurn(
             messages=tuple(message.to_domain() for message in messages or ()),
@@ -344,11 +337,6 @@ class ListAgents(BaseModel):
     )
 
     def to_domain(self) -> AgentQuery:
-        """Translate to a query.
-
-        Raises:
-            InvalidRequestError: a label is not written key:value.
-        """
         return AgentQuery(
             sort="num_turns" if self.sort == "turns" else self.sort,
             is_descending=self.order == "desc",

@@ -56,17 +56,14 @@ class View(BaseModel):
 
     @classmethod
     def of(cls, value: object) -> Self:
-        """Build the view of a domain object."""
         return cls.model_validate(value)
 
     @classmethod
     def json_of(cls, value: object) -> Json:
-        """Build the view of a domain object as JSON, for an event of a stream."""
         return cls.of(value).model_dump(mode="json")
 
     @classmethod
     def example(cls) -> Json:
-        """Return an example of this body."""
         return {name: _sample(entry) for name, entry in cls.model_fields.items()}
 
 

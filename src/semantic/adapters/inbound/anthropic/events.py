@@ -209,7 +209,6 @@ class MessageStream:
                 self._close()
 
     def _write(self, kind: Literal["text", "thinking"], text: str) -> None:
-        """Add text or thinking to the open block of its kind; open one if needed."""
         if not text:
             return
         if self._open != _OpenBlock(kind):

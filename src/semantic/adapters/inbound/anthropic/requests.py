@@ -100,11 +100,7 @@ class Block(Schema):
         return self
 
     def to_text(self, where: str) -> TextPart | ImagePart:
-        """Translate a block that any role may send: text, image, document or search result.
-
-        Raises:
-            InvalidRequestError: the block has another type, or the document is not plain text.
-        """
+        """Translate a block that any role may send: text, image, document or search result."""
         match self.type:
             case "text":
                 return TextPart(self.text or "")
@@ -137,11 +133,6 @@ class Block(Schema):
                 return None
 
     def to_result(self, where: str) -> ToolResultPart:
-        """Translate the result of a tool call.
-
-        Raises:
-            InvalidRequestError: a tool result may not contain one of its blocks.
-        """
         content: tuple[TextPart | ImagePart | ToolReferencePart, ...]
         if isinstance(self.content, str):
             content = (TextPart(self.content),)
@@ -178,11 +169,6 @@ class InputMessage(Schema):
     content: str | list[Block]
 
     def to_domain(self, index: int) -> Message:
-        """Translate to a message.
-
-        Raises:
-            InvalidRequestError: this role may not send one of the blocks.
-        """
         role = Role(self.role)
         if isinstance(self.content, str):
             return Message.of(role, self.content)
@@ -204,11 +190,7 @@ class InputMessage(Schema):
 
 
 def system_parts(system: str | list[Block], where: str = "system") -> tuple[Part, ...]:
-    """Translate a system prompt, without the line that is only for the vendor's billing.
-
-    Raises:
-        InvalidRequestError: a block is not text.
-    """
+    """Translate a system prompt, without the line that is only for the vendor's billing."""
     if isinstance(system, str):
         parts: list[Part] = [TextPart(system)]
     else:
@@ -259,11 +241,7 @@ class _MessagesTool(ToolSchema):
         return replace(super().to_domain(), is_deferred=bool(self.defer_loading))
 
     def check(self, index: int) -> None:
-        """Refuse a tool without a name or a schema.
-
-        Raises:
-            InvalidRequestError: one of them is missing.
-        """
+        """Refuse a tool without a name or a schema."""
         refuse(not self.name, f"tools[{index}].name", "Field required")
         refuse(self.parameters is None, f"tools[{index}].input_schema", "Field required")
 
@@ -327,14 +305,7 @@ class CountRequest(Schema):
         return limit_parts(value, "blocks")
 
     def to_domain(self, headers: Mapping[str, str]) -> ChatRequest:
-        """Translate to a chat request.
-
-        Args:
-            headers: The HTTP request's headers, which may identify the session and the agent.
-
-        Raises:
-            InvalidRequestError: the server cannot honour the value of a field.
-        """
+        """Translate to a chat request; the HTTP headers may identify the session and the agent."""
         messages = self._messages()
         for index, tool in enumerate(self.tools or ()):
             if tool.is_custom:
@@ -354,9 +325,7 @@ class CountRequest(Schema):
     def client_param(self, param: str | None, request: ChatRequest) -> str | None:
         """Translate our name of a field to the one that the client used.
 
-        Args:
-            param: Our name.
-            request: The result of `to_domain`, where the system prompt is the first message.
+        In `request`, the result of `to_domain`, the system prompt is the first message.
         """
         if param is None:
             return None
@@ -437,7 +406,6 @@ class MessagesRequest(CountRequest):
 
     @property
     def marks_cache(self) -> bool:
-        """Whether `cache_control` occurs anywhere in the request."""
         contents = [self.system, *(message.content for message in self.messages)]
         blocks = [block for content in contents if isinstance(content, list) for block in content]
         is_tool_marked = any(tool.cache_control for tool in self.tools or ())

@@ -49,7 +49,6 @@ class ConnectionLimits:
     """Limits on client connections.
 
     Attributes:
-        max_open: Maximum number of open connections.
         num_spare: Additional connections while all others are being answered.
         read_timeout_s: Longest wait for a request's headers, and for the next chunk of its body.
         write_timeout_s: Longest wait for a client that does not read.
@@ -184,10 +183,8 @@ class _Timer:
 class Connection(H11Protocol):
     """One connection, aborted when its client does not send, or does not read, for too long.
 
-    uvicorn itself closes connections that are idle between two requests.
-
-    Attributes:
-        tenant: The tenant of its latest request.
+    uvicorn itself closes connections that are idle between two requests. `tenant` is that of the
+    latest request.
     """
 
     pool: OpenConnections
@@ -223,10 +220,7 @@ class Connection(H11Protocol):
         self._write_timer.stop()
 
     def data_received(self, data: bytes) -> None:
-        """Process received data.
-
-        All headers must arrive within the read timeout; each chunk of a body restarts it.
-        """
+        """All headers must arrive within the read timeout; each chunk of a body restarts it."""
         super().data_received(data)
         self.pool.note(self, is_silent=not self._is_answering)
         if self._is_answering:
@@ -241,12 +235,10 @@ class Connection(H11Protocol):
         self.pool.note(self, is_silent=not self._is_answering)
 
     def pause_writing(self) -> None:
-        """Start the write timer: the client does not read."""
         super().pause_writing()
         self._write_timer.start(self.pool.limits.write_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Stop the write timer: the client reads again."""
         super().resume_writing()
         self._write_timer.stop()
 
@@ -274,11 +266,7 @@ class Listener(socket.socket):
         self._num_accepted = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection.
-
-        Raises:
-            BlockingIOError: no connection waits, or the event loop should run other tasks first.
-        """
+        """Accept; `BlockingIOError` also if the event loop should run other tasks first."""
         if self._num_accepted >= _ACCEPTED_AT_ONCE:
             self._num_accepted = 0
             raise BlockingIOError

@@ -276,7 +276,6 @@ def _retry_headers(error: errors.SemanticError) -> dict[str, str]:
 
 
 async def _client_disconnected(_: Request, __: Exception) -> Response:
-    """Answer a client that disconnected while it sent the body."""
     return Response(status_code=CLIENT_LEFT)
 
 

@@ -86,8 +86,6 @@ class Guard(Middleware):
         return None
 
     def _with_allowances(self, send: Send, principal: Principal) -> Send:
-        """Add the remaining rate limits to the response's headers."""
-
         async def send_with_allowances(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)

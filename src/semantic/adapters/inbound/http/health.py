@@ -24,7 +24,6 @@ class Condition:
     """The condition of the server, apart from its model.
 
     Attributes:
-        is_draining: New work is refused.
         pressure: The share of the KV cache's memory that eviction cannot free, from 0 to 1.
         problems: Faults that do not keep the server from answering.
         note: Stored data that cannot be used and is recomputed; not a fault.
@@ -37,12 +36,7 @@ class Condition:
 
 
 def health_router(models: ModelRegistry, condition: Callable[[], Condition]) -> APIRouter:
-    """Serve `/health` and its three probes.
-
-    Args:
-        models: The registry whose current model is reported.
-        condition: Returns the condition of the server.
-    """
+    """Serve `/health` and its three probes."""
     router = APIRouter(tags=["health"])
 
     def answer(good: set[ModelState], *, is_work_wanted: bool) -> JSONResponse:
@@ -87,7 +81,6 @@ def health_router(models: ModelRegistry, condition: Callable[[], Condition]) -> 
 
 
 def _state(model: ModelStatus, *, is_draining: bool) -> str:
-    """The model's state, unless the server is draining or starting."""
     if is_draining and model.state in _ANSWERING:
         return "draining"
     is_starting = model.state is ModelState.LOADING and model.detail == "starting"

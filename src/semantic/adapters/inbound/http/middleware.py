@@ -86,12 +86,7 @@ class OriginCheck(RequestCheck):
     """
 
     def __init__(self, app: ASGIApp, origins: Collection[str] = ()) -> None:
-        """Wrap an application.
-
-        Args:
-            app: The wrapped application.
-            origins: Permitted origins besides those of this machine; `*` permits all.
-        """
+        """Wrap an application; `origins` are permitted besides this machine's, `*` permits all."""
         super().__init__(app)
         self._origins = frozenset(origins)
 
@@ -175,8 +170,6 @@ def _join_trace(headers: Headers) -> Token[otel_context.Context]:
 
 
 def _copy_received(receive: Receive, body: bytearray) -> Receive:
-    """Copy what is received into `body`, up to `_MAX_LOGGED` bytes."""
-
     async def received() -> Message:
         message = await receive()
         body.extend(message.get("body", b"")[: _MAX_LOGGED - len(body)])
@@ -275,13 +268,7 @@ class BodyLimit(Middleware):
     def __init__(
         self, app: ASGIApp, max_bytes: int, larger: Mapping[str, int] | None = None
     ) -> None:
-        """Wrap an application.
-
-        Args:
-            app: The wrapped application.
-            max_bytes: The default limit.
-            larger: Paths with a limit of their own.
-        """
+        """Wrap an application; `larger` has the paths with a limit of their own."""
         super().__init__(app)
         self._usual = _Limit(max_bytes, "max_body_mb")
         self._larger = {p: _Limit(num, "disk_budget_mb") for p, num in (larger or {}).items()}

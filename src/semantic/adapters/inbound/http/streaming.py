@@ -83,7 +83,6 @@ class ReplySet:
 
         Args:
             write: Formats the next event of a reply, given the reply's index; empty for no frame.
-            opening: The first frames.
             ping: Frames to send with each heartbeat comment.
             end: Returns the last frames; not called if a reply failed.
         """
@@ -170,10 +169,7 @@ def _result_of(task: "asyncio.Task[Event]") -> Event | None:
 class FrameLog:
     """Frames in order; any number of readers may read while frames are appended.
 
-    Use it on the event loop's thread.
-
-    Attributes:
-        progress: The text of the heartbeat comment.
+    Use it on the event loop's thread. `progress` is the text of the heartbeat comment.
     """
 
     def __init__(self, heartbeat_s: float = HEARTBEAT_S) -> None:

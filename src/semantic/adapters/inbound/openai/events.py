@@ -152,11 +152,7 @@ class CollectedReply:
     finished: Finished | None = None
 
     def add(self, event: Event) -> None:
-        """Add the next event.
-
-        Raises:
-            SemanticError: the reply failed.
-        """
+        """Add the next event; raises `SemanticError` if the reply failed."""
         match event:
             case TextDelta():
                 self.text.append(event.text)
@@ -212,11 +208,7 @@ class ReplyForm(Protocol):
 
 
 async def collect(replies: ReplySet, form: ReplyForm) -> Json:
-    """Wait for all replies and build one object from them.
-
-    Raises:
-        SemanticError: one of them failed.
-    """
+    """Wait for all replies and build one object; raises `SemanticError` if one of them failed."""
     head: Json = {}
     collected = [CollectedReply() for _ in range(len(replies))]
     async for index, event in replies.events():
@@ -312,9 +304,7 @@ class ChatForm:
 class CompletionForm:
     """Older completions; see `ReplyForm`. Counts the characters of each text for its offsets.
 
-    Args:
-        body: The request.
-        echoes: The text before the replies to each prompt.
+    `echoes` is the text before the replies to each prompt.
     """
 
     prefix = "cmpl"

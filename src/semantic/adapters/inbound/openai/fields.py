@@ -67,11 +67,7 @@ class StructuredOutputs(Schema):
 
     @property
     def kind(self) -> str:
-        """The name of the field that is set.
-
-        Raises:
-            InvalidRequestError: none or several are set, or one that is not supported.
-        """
+        """The field that is set; raises `InvalidRequestError` unless it is one, and supported."""
         for name in ("grammar", "structural_tag"):
             refuse(getattr(self, name), f"structured_outputs.{name}", "it is not supported.")
         fields = {
@@ -142,11 +138,7 @@ class RequestFields(Schema):
     logits_processors: Any = None
 
     def form(self, own: OutputFormat | None, param: str) -> OutputFormat | None:
-        """The output format, from the protocol's own field, vLLM's or llama.cpp's.
-
-        Args:
-            own: The format in the protocol's own field.
-            param: The name of that field.
+        """The output format in the protocol's field (`own`, named `param`), vLLM's or llama.cpp's.
 
         Raises:
             InvalidRequestError: more than one is given, or one is not supported.
@@ -177,20 +169,10 @@ class RequestFields(Schema):
         return replace(headers, session=self.session_id, client_key=key)
 
     def sampling(self, top_logprobs: int | None) -> SamplingParams:
-        """Translate the sampling parameters.
-
-        Raises:
-            InvalidRequestError: a value is out of its range.
-        """
         bias = tuple((self.logit_bias or {}).items())
         return sampling_of(self, top_logprobs=top_logprobs, logit_bias=bias)
 
     def stop_rules(self, max_tokens: int | None) -> StopRules:
-        """Translate the rules that end the reply.
-
-        Raises:
-            InvalidRequestError: a stop string is empty, or there are too many.
-        """
         strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return StopRules(
             max_tokens=reply_limit(max_tokens),
@@ -209,9 +191,6 @@ def client_hint(
     """Read the client's agent and session from the headers.
 
     The thread comes first: it belongs to one agent, while several may share a session.
-
-    Raises:
-        InvalidRequestError: the agent's id is invalid.
     """
     if x_agent_id is not None:
         check_agent_id(x_agent_id, "X-Agent-ID")

@@ -140,12 +140,10 @@ class _RepliesFields(RequestFields):
 
     @property
     def num_replies(self) -> int:
-        """The number of replies to each prompt."""
         return self.n or 1
 
     @property
     def has_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -252,11 +250,6 @@ class ChatCompletionRequest(_RepliesFields):
         return limit_parts(value, "parts of content")
 
     def to_domain(self, headers: AgentHint) -> ChatRequest:
-        """Translate to a chat request.
-
-        Raises:
-            InvalidRequestError: the server cannot honour the value of a field.
-        """
         refuse(self.functions, "functions", "functions are not supported; send tools.")
         refuse(
             self.chat_template,
@@ -289,7 +282,6 @@ class ChatCompletionRequest(_RepliesFields):
         )
 
     def client_param(self, param: str | None) -> str | None:
-        """Translate our name of a field to the one that the client used."""
         is_newer = param == "max_tokens" and self.max_completion_tokens is not None
         if is_newer:
             return "max_completion_tokens"
@@ -357,7 +349,6 @@ class CompletionRequest(_RepliesFields):
 
     @property
     def prompts(self) -> list[str | tuple[int, ...]]:
-        """The prompts, each as text or as token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -367,11 +358,6 @@ class CompletionRequest(_RepliesFields):
         return [p if isinstance(p, str) else tuple(p) for p in prompt if not isinstance(p, int)]
 
     def to_domain(self, headers: AgentHint) -> list[ChatRequest]:
-        """Translate to one chat request for each prompt.
-
-        Raises:
-            InvalidRequestError: the server cannot honour the value of a field.
-        """
         refuse(self.suffix, "suffix", "suffix is not supported: models only continue a text.")
         refuse(
             self.best_of not in (None, 1, self.num_replies),

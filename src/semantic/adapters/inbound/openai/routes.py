@@ -66,11 +66,6 @@ class EmbeddingsRequest(Schema):
     encoding_format: Literal["float", "base64"] | None = None
 
     def to_domain(self) -> EmbeddingRequest:
-        """Translate to an embedding request.
-
-        Raises:
-            InvalidRequestError: there are no inputs, or too many.
-        """
         given: list[Any] = [self.input] if isinstance(self.input, str) else list(self.input)
         if given and isinstance(given[0], int):
             given = [given]
@@ -267,11 +262,7 @@ def repeat(request: ChatRequest, num_replies: int) -> list[ChatRequest]:
 async def start_all(
     inference: InferencePort, requests: Iterable[ChatRequest], principal: Principal
 ) -> ReplySet:
-    """Start all requests; if one is refused or fails to start, cancel the others.
-
-    Raises:
-        SemanticError: see `InferencePort.start`.
-    """
+    """Start all requests; if one is refused or fails to start, cancel the others."""
     replies: list[Reply] = []
     try:
         for request in requests:

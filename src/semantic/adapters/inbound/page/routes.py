@@ -59,11 +59,7 @@ class _File:
 
 
 def page_router(current_model: Callable[[], ModelStatus]) -> APIRouter:
-    """Serve the page.
-
-    Args:
-        current_model: Returns the status of the served model.
-    """
+    """Serve the page."""
     router = APIRouter(include_in_schema=False)
     static = dict(_read(files(__package__) / "static"))
 
@@ -119,11 +115,7 @@ _EXAMPLE_FILE = "coder.agent"
 
 
 def docs_router(document: Callable[[], dict[str, Any]]) -> APIRouter:
-    """Serve the API reference at `/docs`.
-
-    Args:
-        document: Returns the OpenAPI document.
-    """
+    """Serve the API reference at `/docs`; `document` returns the OpenAPI document."""
     router = APIRouter()
 
     @router.get("/docs", include_in_schema=False)

@@ -186,19 +186,10 @@ class _Item:
 
 
 class ResponseWriter:
-    """Translates one reply's events to a response. Not thread-safe.
-
-    Attributes:
-        response: The response so far.
-    """
+    """Translates one reply's events to a response, kept in `response`. Not thread-safe."""
 
     def __init__(self, settings: Json, *, wants_handles: bool = False) -> None:
-        """Create a writer.
-
-        Args:
-            settings: The settings of the request, which the response repeats.
-            wants_handles: Whether reasoning items include the handle of their thinking.
-        """
+        """Start a response, which repeats the request's `settings`."""
         self.response: Json = settings
         self._wants_handles = wants_handles
         self._output: list[Json] = []
@@ -302,7 +293,6 @@ class ResponseWriter:
     # -- its items ------------------------------------------------------------------------------
 
     def _write(self, kind: str, text: str, logprobs: list[Json] | None = None) -> None:
-        """Append to the open item of this kind; open one if needed."""
         item = self._item if self._item and self._item.kind == kind else self._open(kind)
         item.pieces.append(text)
         item.logprobs += logprobs or []
@@ -415,7 +405,6 @@ def response_of(request_id: str, past: PastTurn, served: str) -> Json:
 
     Args:
         request_id: The response's id, without prefix.
-        past: The logged turn.
         served: The currently served model, used if the turn does not name its model.
     """
     writer = ResponseWriter(dict(_DEFAULTS))

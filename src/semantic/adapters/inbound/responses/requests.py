@@ -129,7 +129,6 @@ class InputItem(VariantSchema):
 
     @property
     def is_reply(self) -> bool:
-        """Whether it is part of a message of the assistant."""
         is_said = self.type == "message" and self.role == "assistant"
         return is_said or self.type in ("reasoning", "function_call", "custom_tool_call")
 
@@ -264,7 +263,6 @@ class ResponsesRequest(RequestFields):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the response can be retrieved later."""
         return self.store is not False
 
     @property
@@ -274,19 +272,10 @@ class ResponsesRequest(RequestFields):
 
     @property
     def functions(self) -> list[_ResponsesTool]:
-        """The tools that are offered to the model."""
         return [tool for tool in self.tools or () if tool.type == "function"]
 
     def to_domain(self, headers: AgentHint, past: PastTurn | None) -> ChatRequest:
-        """Translate to a chat request.
-
-        Args:
-            headers: The agent and session that the HTTP headers name.
-            past: The turn that the request continues.
-
-        Raises:
-            InvalidRequestError: the server cannot honour the value of a field.
-        """
+        """Translate to a chat request; `past` is the turn that it continues."""
         refuse(self.conversation, "conversation", "send previous_response_id instead.")
         refuse(self.prompt, "prompt", "stored prompts are not supported; send input.")
         refuse(self.background and not self.is_stored, "background", "it needs store to be true.")

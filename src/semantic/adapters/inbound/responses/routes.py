@@ -52,8 +52,7 @@ _CANCEL_TIMEOUT_S = 30.0
 class ResponseRun:
     """One response, running or ended. Use it on the event loop's thread.
 
-    Attributes:
-        log: Its events, kept for clients that connect later; None if they are not kept.
+    `log` has its events for clients that connect later; None if they are not kept.
     """
 
     def __init__(
@@ -87,11 +86,7 @@ class ResponseRun:
             yield frame
 
     async def collect(self) -> Json:
-        """Wait for the complete response.
-
-        Raises:
-            SemanticError: the response failed.
-        """
+        """Wait for the complete response; raises `SemanticError` if it failed."""
         await self.write(None)
         if self._failure is not None:
             raise self._failure
@@ -174,7 +169,6 @@ class RecentResponses:
         task.add_done_callback(self._tasks.discard)
 
     def find_run(self, response_id: str) -> ResponseRun | None:
-        """Return a response; None if it is unknown or was dropped."""
         return self._runs.get(response_id)
 
     def drop_ended(self, response_id: str) -> bool:
@@ -291,15 +285,10 @@ class ResponsesApi:
 
     @property
     def _recent(self) -> RecentResponses:
-        """The recent responses of the caller's tenant."""
         return self._recent_by_tenant[self._principal().tenant]
 
     async def _previous(self, body: ResponsesRequest) -> PastTurn | None:
-        """Find the turn that a request continues.
-
-        Raises:
-            InvalidRequestError: it is not stored, or a response before it was deleted.
-        """
+        """Find the turn that a request continues."""
         name = body.previous_response_id
         if not name:
             return None
@@ -315,7 +304,6 @@ class ResponsesApi:
         return past
 
     async def _logged(self, response_id: str) -> Json | None:
-        """Rebuild a response from its logged turn."""
         past = await self._past(response_id)
         if past is None:
             return None

@@ -389,7 +389,6 @@ class ExportKeys:
     trusted: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     def sign(self, content: bytes) -> str:
-        """Sign with this installation's key."""
         return _signature(self.own, content)
 
     def signer(self, content: bytes, signature: str) -> str:

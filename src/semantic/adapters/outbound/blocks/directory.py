@@ -114,7 +114,6 @@ def _holds_ledger(directory: Path) -> bool:
 
 
 def _first_pages(directory: Path) -> Iterator[bytes]:
-    """The start of the ledger's first page, from every file that may contain one."""
     yield _read(directory / LEDGER_FILE, 0)
     for name in BACKUP_FILES:
         yield _read(directory / name, 0)
@@ -131,7 +130,6 @@ def _first_pages(directory: Path) -> Iterator[bytes]:
 
 
 def _read(path: Path, place: int) -> bytes:
-    """Read a few bytes; empty if the path is missing or not a regular file."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -147,10 +145,8 @@ def _read(path: Path, place: int) -> bytes:
 def keep_private(top: Path, skip: str = "") -> None:
     """Restrict a directory and everything below it to their owner; follows no symbolic link.
 
-    Args:
-        top: The directory to start with.
-        skip: Name of directories whose content is skipped. The content may be large, and is
-            already out of reach for others once its directory is restricted.
+    Skips the content of directories named `skip`. It may be large, and is already out of reach for
+    others once its directory is restricted.
     """
     for _, directories, files, handle in os.fwalk(top, follow_symlinks=False):
         # The directory first: from then on, other users cannot change its content.
@@ -212,11 +208,7 @@ class DirectoryLock:
         self.close(is_refused=kind is not None)
 
     def close(self, *, is_refused: bool = False) -> None:
-        """Release the lock; a second call does nothing.
-
-        Args:
-            is_refused: The directory could not be used: restore the lock file's former content.
-        """
+        """Release the lock, once; with `is_refused`, restore the lock file's former content."""
         if self._handles:
             # Clear the file, so that the next process is not pointed to one that has ended.
             with suppress(OSError):

@@ -18,13 +18,7 @@ OVERHEAD: Final = len(MAGIC) + 4 + 2 * CIPHER_OVERHEAD
 
 
 def encrypt(pieces: Sequence[Piece], cipher: Cipher, context: bytes) -> list[Piece]:
-    """Encrypt a file; header and token ids are encrypted apart, so they can be read alone.
-
-    Args:
-        pieces: The result of `compose`.
-        cipher: The cipher to use.
-        context: Name of the file, which the ciphertext is bound to.
-    """
+    """Encrypt the result of `compose`; header and token ids apart, so they can be read alone."""
     head = cipher.encrypt(b"".join(pieces[:2]), context + b" head")
     body = cipher.encrypt(b"".join(pieces[2:]), context + b" body")
     return [MAGIC, struct.pack("<I", len(head)), head, body]

@@ -94,11 +94,7 @@ class BlockTree:
         return listing.empty_quarantine(self._opened, before)
 
     def quarantine(self, path: FilePath) -> None:
-        """Move a file to quarantine.
-
-        Raises:
-            OSError: the file is missing or cannot be moved.
-        """
+        """Move a file to quarantine; raises `OSError` if it is missing or cannot be moved."""
         name = f"{time.time_ns() // 10**6:013}-{next(self._numbers)}-{path.name}"
         with self.shard(path) as source, self._opened(QUARANTINE, is_made=True) as target:
             os.rename(path.name, name, src_dir_fd=source, dst_dir_fd=target)
@@ -184,7 +180,6 @@ class SafetensorsCache:
         Args:
             directory: The cache directory; everything in it counts as used space.
             codec: Storage format of new files; files of other formats are still read.
-            cipher: Encrypts files; None writes them unencrypted.
         """
         self._directory = directory
         self._tree = BlockTree(directory)
@@ -379,7 +374,6 @@ class SafetensorsCache:
 def _as_domain_error(
     problem: str, kind: type[SemanticError] = CachePersistenceError
 ) -> Iterator[None]:
-    """Convert the system's errors to domain errors."""
     try:
         yield
     except OSError as error:
@@ -425,7 +419,6 @@ def _reading(name: str, directory: int) -> Iterator[tuple[int, os.stat_result]]:
 def _read_beginning(
     name: str, directory: int, cipher: Cipher | None
 ) -> tuple[block_format.Head, bytes, os.stat_result]:
-    """Read a file's header and token ids, and its status."""
     with _reading(name, directory) as (file, status):
         if not stat.S_ISREG(status.st_mode):
             raise CacheCorruptionError("not a file")

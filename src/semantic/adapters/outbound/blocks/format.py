@@ -245,11 +245,7 @@ def read(content: memoryview, codec: KVCodec) -> tuple[BlockPart, KVPayload]:
 
 
 def _verify(content: memoryview) -> None:
-    """Compare a whole file with its checksum, which covers every other byte.
-
-    Raises:
-        CacheCorruptionError: they differ.
-    """
+    """Compare a whole file with its checksum, which covers every other byte."""
     if len(content) < _SUM_END or content[LENGTH_BYTES:_SUM_START] != _OPENING.encode():
         raise CacheCorruptionError("the file is not a block of KV cache")
     expected = bytes(content[_SUM_START:_SUM_END])
@@ -258,11 +254,7 @@ def _verify(content: memoryview) -> None:
 
 
 def header_length(beginning: memoryview, file_size: int) -> int:
-    """Read the length of the header from a file's first bytes.
-
-    Raises:
-        CacheCorruptionError: the length is impossible.
-    """
+    """Read the header's length from the first bytes; `CacheCorruptionError` if it is impossible."""
     if len(beginning) < LENGTH_BYTES:
         raise CacheCorruptionError("the file is too short")
     (length,) = struct.unpack_from("<Q", beginning)
@@ -316,8 +308,6 @@ def read_beginning(
 
     Args:
         read: Reads a number of bytes at an offset.
-        file_size: Bytes of the file.
-        cipher: Decrypts the file; None if it is not encrypted.
         context: Name of the file.
 
     Raises:
@@ -366,11 +356,7 @@ def identify(head: Head, tokens: bytes, nbytes: int, last_used: float) -> BlockP
 
 
 def _stored_buffers(head: Head, content: memoryview) -> list[StoredBuffer]:
-    """Extract the payload's buffers from a file's content without copying.
-
-    Raises:
-        CacheCorruptionError: a buffer's description does not match its tensors.
-    """
+    """Extract the payload's buffers from a file's content without copying."""
     buffers = []
     num_tensors = 1
     for key, description in head.metadata.items():

@@ -200,7 +200,6 @@ class _Compiler:
 
 
 def _refusal(shape: ReplyShape, fault: str, trials: GrammarTrials) -> InvalidRequestError:
-    """Find the part of the request that cannot be compiled."""
     output = shape.output
     named: list[tuple[str, str, JsonObject, bool]] = [
         (f"the schema of tool {tool.name!r}", f"tools[{i}].parameters", tool.parameters,
@@ -247,10 +246,8 @@ def _schema_fault(
 ) -> str | None:
     """Describe where and why a schema cannot be enforced; None if it can.
 
-    Args:
-        fault_of: Tries a grammar and returns its error.
-        schema: The schema; its parts are tried separately, up to `_MAX_TRIALS`.
-        is_lenient: Ignore keywords that cannot be enforced.
+    Tries its parts separately, up to `_MAX_TRIALS`. `is_lenient` ignores keywords that cannot be
+    enforced.
     """
     shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
     num_trials = 0
@@ -288,7 +285,6 @@ def _fault_line(reason: str) -> str:
 
 
 def _parts(schema: JsonObject) -> list[tuple[str, JsonObject]]:
-    """The schemas directly inside a schema, with their relative paths."""
     parts: list[tuple[str, JsonValue]] = []
     for key, value in schema.items():
         if key in ("properties", "patternProperties", *_DEFINITIONS) and isinstance(value, dict):

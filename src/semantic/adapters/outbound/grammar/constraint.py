@@ -59,8 +59,6 @@ class GrammarConstraint:
 
         Args:
             matcher: A copy, which shares the states of its lexer with other copies.
-            closing: Searches for completions.
-            max_tokens: The token budget.
             recompile: Creates a matcher that shares nothing.
         """
         self._matcher = matcher
@@ -76,11 +74,7 @@ class GrammarConstraint:
         self._spent_s = 0.0
 
     def allowed(self) -> bytes:
-        """Return the mask of the tokens that keep the reply valid.
-
-        Raises:
-            InvalidRequestError: the grammar became too complex.
-        """
+        """Raises `InvalidRequestError` if the grammar became too complex."""
         if self._mask is None:
             started = time.thread_time()
             self._mask = self._compute().tobytes()
@@ -90,12 +84,7 @@ class GrammarConstraint:
         return self._mask
 
     def accept(self, token: int) -> None:
-        """Advance by a token.
-
-        Raises:
-            BackendError: the token was not allowed.
-            InvalidRequestError: the grammar became too complex.
-        """
+        """Raises what `allowed` raises, and `BackendError` if the token was not allowed."""
         is_on_way = self._way is not None and self._way[:1] == [token]
         self._way = self._way[1:] if self._way and is_on_way else None
         self._mask = None
@@ -178,12 +167,7 @@ class Closing:
     """
 
     def __init__(self, vocabulary: Vocabulary, exits: Sequence[Sequence[int]] = ()) -> None:
-        """Compute `num_added`.
-
-        Args:
-            vocabulary: The vocabulary of the grammar.
-            exits: Texts that end free text, e.g. ``</think>``, as tokens.
-        """
+        """Compute `num_added`; `exits` are texts that end free text, as tokens: ``</think>``."""
         self.vocabulary = vocabulary
         self.num_added = len(vocabulary.spell(_ADDED) or _ADDED)
         self._exits = [list(tokens) for tokens in exits if tokens]
@@ -243,7 +227,6 @@ class Closing:
         return token >= 0 and state.validate_tokens([token]) == 1
 
     def _forced(self, state: LLMatcher) -> list[int] | None:
-        """Tokens of the text that the grammar forces next."""
         text, *special = state.compute_ff_bytes().split(_SPECIAL_TOKEN, 1)
         if special and not text:
             return state.compute_ff_tokens()

@@ -30,7 +30,6 @@ class Lark:
         self._rules: dict[str, str] = {"TEXT": "/(.|\\n)*/"}
 
     def text(self) -> str:
-        """Return all rules as the grammar's text."""
         return "%llguidance {}\n" + "\n".join(f"{n}: {b}" for n, b in self._rules.items())
 
     def rule(self, name: str, body: str) -> str:
@@ -39,7 +38,6 @@ class Lark:
         return name.removesuffix("[lazy]")
 
     def json(self, schema: JsonObject, *, is_lenient: bool = False) -> str:
-        """Add a rule for JSON that follows a schema; returns its name."""
         styled = {**schema, "x-guidance": _LENIENT if is_lenient else _JSON_STYLE}
         return self.rule(f"json_{len(self._rules)}", f"%json {json.dumps(styled)}")
 
@@ -52,7 +50,6 @@ class Lark:
         return self.quoted(text) if token is None else f"<[{token}]>"
 
     def markers(self, *texts: str) -> str:
-        """A sequence of literals and special tokens."""
         return " ".join(self.marker(text) for text in texts)
 
     def text_until(self, name: str, end: str) -> str:
@@ -65,8 +62,7 @@ class Lark:
 class CallGrammar:
     """The call syntax of one model family.
 
-    Attributes:
-        exits: Texts that end the free text inside a call, or lead to the call itself.
+    `exits` are texts that end the free text inside a call, or lead to the call itself.
     """
 
     exits: tuple[str, ...] = ()

@@ -91,11 +91,7 @@ def _prepare(table: TokenTable) -> Callable[[bytes], bytes]:
 
 
 def _try(text: str, vocabulary: Vocabulary) -> tuple[str, list[str]]:
-    """Compile a grammar and run the first steps of a reply.
-
-    Returns:
-        The error, empty if there is none, and warnings about parts that are not enforced.
-    """
+    """Compile a grammar and run a reply's first steps; returns its error and its warnings."""
     matcher = vocabulary.compile(text)
     warnings = matcher.get_grammar_warnings()
     closing = Closing(vocabulary)

@@ -24,7 +24,6 @@ class TokenTable:
     """The tokens of a vocabulary, in a form that can be sent to other processes.
 
     Attributes:
-        pieces: The bytes of each token.
         eos_ids: The tokens that end a reply; at least one.
         special: The names of special tokens.
     """
@@ -35,11 +34,7 @@ class TokenTable:
 
     @classmethod
     def of(cls, tokenizer: TokenizerPort) -> "TokenTable":
-        """Read the table from a tokenizer.
-
-        Raises:
-            InvalidRequestError: the model has no end token.
-        """
+        """Read the table; raises `InvalidRequestError` if the model has no end token."""
         eos_ids = tuple(sorted(tokenizer.eos_ids))
         if not eos_ids:
             raise InvalidRequestError(
@@ -60,12 +55,7 @@ class Vocabulary:
     """
 
     def __init__(self, table: TokenTable, encode: Encode | None = None) -> None:
-        """Build the masks and llguidance's tokenizer.
-
-        Args:
-            table: The tokens.
-            encode: The model's tokenizer; without it, text is encoded byte by byte.
-        """
+        """Build masks and llguidance's tokenizer; without `encode`, text is encoded by bytes."""
         self.eos_ids = table.eos_ids
         self.pieces = table.pieces
         self.num_words = (len(table.pieces) + 31) // 32
@@ -95,7 +85,6 @@ class Vocabulary:
         return np.packbits(flags, bitorder="little")
 
     def mask(self, matcher: LLMatcher) -> Bits:
-        """Compute the mask of the tokens that a matcher allows next."""
         words = np.zeros((1, self.num_words), np.int32)
         fill_next_token_bitmask(matcher, words)
         mask: Bits = words.view(np.uint8)[0]

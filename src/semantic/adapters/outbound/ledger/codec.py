@@ -88,11 +88,9 @@ class TurnBody:
 
     @classmethod
     def of(cls, turn: Turn) -> Self:
-        """Copy the fields of a turn."""
         return cls(**{field.name: getattr(turn, field.name) for field in dataclasses.fields(cls)})
 
     def turn(self, **columns: Any) -> Turn:
-        """Rebuild the turn, given the fields that are stored in columns."""
         return Turn(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **columns)
 
 
@@ -224,14 +222,11 @@ def decode_turn(text: str | bytes, *, is_foreign: bool = False) -> TurnBody:
 
 
 def parse(text: str | bytes, *, is_foreign: bool = False) -> Any:
-    """Parse JSON.
+    """Parse JSON; if `is_foreign`, the text is untrusted.
 
     Text of clients and models may contain values that JSON does not allow: unpaired surrogates, NaN
     and infinity. Rows of older servers store them unchanged; they become a question mark or null.
-
-    Args:
-        text: The JSON text.
-        is_foreign: The text is untrusted: reject such values and deep nesting.
+    Untrusted text with such values or deep nesting is rejected.
 
     Raises:
         ValueError: the text is not JSON, or is rejected.

@@ -87,11 +87,7 @@ def _cipher(connection: sqlite3.Connection) -> Cipher | None:
 
 
 def _check_presence(cipher: Cipher | None, value: object) -> None:
-    """Check that a value is encrypted if and only if a key is set.
-
-    Raises:
-        CachePersistenceError: only one of both is true.
-    """
+    """Check that a value is encrypted if and only if a key is set."""
     has_cipher_text = isinstance(value, bytes) and is_encrypted(value)
     if has_cipher_text and cipher is None:
         raise CachePersistenceError(

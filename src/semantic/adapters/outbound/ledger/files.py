@@ -73,9 +73,7 @@ def has_room(directory: Path) -> bool:
 def refusal(path: Path | str, error: Exception) -> CachePersistenceError:
     """Convert an error to one that states the problem and the remedy.
 
-    Args:
-        path: The ledger's path, or only its name if clients see the message.
-        error: The error that was raised.
+    If clients see the message, `path` is only the ledger's name.
     """
     if isinstance(error, DamagedRowError):
         return CachePersistenceError(
@@ -215,11 +213,7 @@ class Mark:
 
 
 def copy_database(source: sqlite3.Connection, path: Path, timeout_s: float) -> None:
-    """Write a checked and synced copy; removes the copy on failure.
-
-    Raises:
-        DamagedLedgerError: a page of the copy is damaged.
-    """
+    """Write a checked and synced copy, removed on failure; `DamagedLedgerError` if damaged."""
     remove(path)
     try:
         with closing(connect(path, timeout_s)) as copy:

@@ -28,9 +28,7 @@ _LOG_BYTES = 2**24
 def check_access(paths: Iterable[Path], cipher: Cipher | None) -> None:
     """Check version and key of the first readable file, without changing any file.
 
-    Args:
-        paths: The ledger and its backups, in order.
-        cipher: The key that the server was given; None if there is none.
+    `paths` are the ledger and its backups, in order.
 
     Raises:
         NewerLedgerError: a newer server wrote the ledger or, if that is missing, its backup.

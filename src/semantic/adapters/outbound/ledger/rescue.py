@@ -61,7 +61,6 @@ class Rescue:
     """Repairs a ledger that is damaged or missing.
 
     Attributes:
-        ledger: Path of the ledger, which may be missing.
         backups: Paths of its copies, newest first; they may be missing.
         timeout_s: How long to wait for another program's lock.
     """
@@ -178,7 +177,6 @@ class DamagedRows:
         return "; ".join(told[:_MAX_TOLD] + more)
 
     def clear(self) -> None:
-        """Forget all records, since the ledger is whole again."""
         self._told.clear()
 
     def restore(
@@ -325,7 +323,6 @@ def _mend_agents(
     """Rewind agents to a turn whose ancestors all exist; returns how many needed it.
 
     Args:
-        target: Holds the rescued rows.
         lost: Damaged rows of turns; their parent columns may still be right.
         backups: Hold earlier heads of the agents.
     """

@@ -85,7 +85,6 @@ class Table:
 
     @property
     def has_checksum(self) -> bool:
-        """Whether rows end with a checksum."""
         return self.columns[-1] == "crc"
 
     @property
@@ -117,11 +116,7 @@ class Table:
 
 
 class DamagedRowError(DamagedLedgerError):
-    """A row does not match its checksum.
-
-    Attributes:
-        key: The row's primary key as stored in the file.
-    """
+    """A row does not match its checksum; `key` is its primary key as stored in the file."""
 
     def __init__(self, table: Table, row: Sequence[Any]) -> None:
         super().__init__(f"{_row_name(table, row)} does not match its checksum")
@@ -327,11 +322,7 @@ def with_checksum(table: Table, values: Row) -> Row:
 
 
 def without_checksum(table: Table, row: Row) -> Row:
-    """Check the checksum, if the table has one, and remove it.
-
-    Raises:
-        DamagedRowError: the row does not match its checksum.
-    """
+    """Check the checksum, if the table has one, and remove it; `DamagedRowError` if it differs."""
     if not table.has_checksum:
         return row
     *values, checksum = row

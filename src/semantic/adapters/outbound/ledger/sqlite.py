@@ -109,7 +109,6 @@ class SqliteLedger(LedgerReadings):
         Args:
             directory: Holds the ledger and its backups; `load` creates it. None: in memory.
             timeout_s: How long to wait for another program's lock.
-            cipher: Encrypts messages, tokens and salts; None stores them unencrypted.
         """
         self._is_in_memory = directory is None
         place = directory or Path()
@@ -256,11 +255,7 @@ class SqliteLedger(LedgerReadings):
             return read()
 
     def _mend(self, damages: Sequence[DamagedRowError]) -> None:
-        """Restore damaged rows from a backup and record them in `problem`.
-
-        Raises:
-            DamagedRowError: no backup has one of the rows.
-        """
+        """Restore damaged rows from a backup and record them in `problem`."""
         if not damages:
             return
         with self._lock, self._refusals():
@@ -338,11 +333,7 @@ class SqliteLedger(LedgerReadings):
         return state
 
     def _mend_at_start(self, writer: sqlite3.Connection) -> str:
-        """Restore damaged rows from a backup; returns a message.
-
-        Raises:
-            DamagedRowError: no backup has one of the rows.
-        """
+        """Restore damaged rows from a backup; returns a message."""
         damages = damaged_rows(writer)
         if not damages:
             return ""

@@ -108,11 +108,9 @@ class LedgerReadings(ABC):
     def _read(
         self, query: str, values: Row, decode: Callable[[Row], _T], table: Table | None = None
     ) -> list[_T]:
-        """Run a query and decode its rows.
+        """Run a query, with a question mark for each value, and decode its rows.
 
         Args:
-            query: SQL with a question mark for each value.
-            values: Values for the question marks, in order.
             decode: Converts a row; may raise `DamagedLedgerError`.
             table: Table that the rows belong to, if the query selects whole rows. Their checksums
                 are then checked, and they are decrypted.

@@ -34,9 +34,6 @@ class ModelCatalogue:
         """Set the directories without reading them.
 
         Args:
-            local: Resolves a model to its files.
-            directories: Further directories to search.
-            starter_model: The name of the bundled starter model.
             room: Returns the memory available for weights, in bytes.
             growth: Returns the factor by which 16-bit weights grow when loaded.
         """
@@ -49,7 +46,6 @@ class ModelCatalogue:
         self._seen_at = -_FRESH_S
 
     def entries(self) -> Sequence[ModelEntry]:
-        """List the models in all directories, each under a unique id."""
         if time.monotonic() - self._seen_at >= _FRESH_S:
             found: dict[str, ModelEntry] = {}
             for source, path in self._places():
@@ -85,7 +81,6 @@ class ModelCatalogue:
     # -- inside ---------------------------------------------------------------------------------
 
     def _places(self) -> Iterator[tuple[str, Path]]:
-        """Candidate models: source string and path."""
         models_dir = self._local.models_dir
         yield self._starter_model, models_dir / self._starter_model
         if (starter := starter_gguf_here(models_dir)) is not None:  # otherwise it can be downloaded
@@ -99,7 +94,6 @@ class ModelCatalogue:
             yield from _cached_models(cache or Path(constants.HF_HUB_CACHE))
 
     def _entry(self, source: str, path: Path) -> ModelEntry | None:
-        """Describe a directory or a GGUF file; None if it holds no model."""
         if path.suffix == ".gguf" and path.is_file():
             return self._sized(ModelEntry(served_id(source), source, "gguf"), [path], 1)
         try:

@@ -57,7 +57,6 @@ class ChatTemplate:
         Args:
             source: Jinja source; None for a model without a template.
             values: The texts of special tokens, by the names that templates use.
-            limits: Limits of the rendering process.
 
         Raises:
             InvalidRequestError: the template is not valid Jinja.
@@ -176,7 +175,6 @@ class _Environment(ImmutableSandboxedEnvironment):
     """
 
     def getattr(self, obj: object, attribute: str) -> object:
-        """Look up an attribute under the sandbox's rules."""
         if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute]
         if type(obj) is str and attribute in _HARMLESS_METHODS:

@@ -27,17 +27,11 @@ class ComputeChoices:
     """The choices in one file; a damaged file counts as empty and is replaced."""
 
     def __init__(self, file: Path, basis: Mapping[str, str]) -> None:
-        """Set the file without reading it.
-
-        Args:
-            file: Stores the choices for any number of models.
-            basis: The conditions of a choice. A choice with another basis is ignored.
-        """
+        """Set the file without reading it; choices made under another `basis` are ignored."""
         self._file = file
         self._basis = dict(basis)
 
     def recall(self, fingerprint: str) -> Compute | None:
-        """Return the stored choice for a model; None if there is none for this basis."""
         record = read_records(self._file).get(fingerprint)
         if not isinstance(record, dict) or record.get("basis") != self._basis:
             return None
@@ -75,7 +69,6 @@ def cpu_flags(cpuinfo: Path = _CPUINFO) -> set[str]:
 
 
 def _first_cpu(cpuinfo: Path) -> dict[str, str]:
-    """The fields of the first core in /proc/cpuinfo."""
     try:
         text = cpuinfo.read_text("utf-8", "replace")
     except OSError:

@@ -33,7 +33,6 @@ def fingerprint(directory: Path, cache_file: Path | None) -> str:
     """Identify the model in a directory; returns 64 hex digits.
 
     Args:
-        directory: Directory with config.json, tokenizer and weights.
         cache_file: Stores the results of any number of models; None always recomputes. A damaged
             or unwritable file is ignored.
 
@@ -107,7 +106,6 @@ def _pieces(file: BinaryIO, suffix: str) -> Iterator[bytes]:
 
 
 def _header(file: BinaryIO, size: int) -> bytes | None:
-    """The header of a safetensors file; None if it has none."""
     beginning = file.read(8)
     if len(beginning) < 8:
         return None

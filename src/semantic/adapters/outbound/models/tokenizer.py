@@ -179,7 +179,6 @@ def _read_json(path: Path) -> JsonObject:
 
 
 def _token_text(value: object) -> str:
-    """The text of a token, which is a string or an object with a `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""

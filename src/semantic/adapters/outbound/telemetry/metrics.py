@@ -55,11 +55,7 @@ _Values: TypeAlias = Mapping[str, float] | Mapping[tuple[str, str], float]
 
 
 class Metrics:
-    """A `TelemetryPort` with its own Prometheus registry.
-
-    Attributes:
-        tracer: Creates the spans of requests; None disables tracing.
-    """
+    """A `TelemetryPort` with its own Prometheus registry; traces requests if it has a `tracer`."""
 
     def __init__(self) -> None:
         self.counts = Counts()
@@ -111,7 +107,6 @@ class Metrics:
     def register_server(
         self, cache: CacheService, watch: TurnWatch, state: Callable[[], ModelState]
     ) -> None:
-        """Register a collector for the counts and the current usage of the server."""
         self.registry.register(ServerCollector(self.counts, cache, watch, state))
 
     def plotted(self, watch: TurnWatch) -> dict[str, float]:
@@ -291,7 +286,6 @@ class TokenRate:
         self._at, self._count, self._rate = time.monotonic(), 0, 0.0
 
     def read(self, count: int) -> float:
-        """Return the rate, given the current count."""
         now = time.monotonic()
         elapsed = now - self._at
         if elapsed >= self._MIN_S:
@@ -312,12 +306,7 @@ class MetricsHistory:
     def __init__(
         self, read: Callable[[], Mapping[str, float]], now: Callable[[], float] = time.time
     ) -> None:
-        """Start with an empty history.
-
-        Args:
-            read: Reads the metrics; must return the same names each time.
-            now: Returns the seconds since the epoch.
-        """
+        """Start with an empty history; `read` must return the same names each time."""
         self._read = read
         self._now = now
         self._names: tuple[str, ...] = ()
@@ -330,7 +319,6 @@ class MetricsHistory:
             await asyncio.sleep(_EVERY_S)
 
     def record(self) -> None:
-        """Record a reading; drops the oldest one if full."""
         values = self._read()
         self._names = tuple(values)
         self._kept.append((self._now(), array("d", values.values())))

@@ -26,8 +26,7 @@ _NANO = 10**9
 class RequestTracer:
     """Creates the spans of requests. Thread-safe.
 
-    Attributes:
-        close: Exports pending spans and shuts down; may take a while.
+    `close` exports pending spans and shuts down; it may take a while.
     """
 
     def __init__(self, provider: TracerProvider, close: Callable[[], None] = lambda: None) -> None:
@@ -50,7 +49,6 @@ class RequestTracer:
         return f"{span.get_span_context().trace_id:032x}"
 
     def end(self, trace: RequestTrace, end: RequestEnd) -> None:
-        """End a request's span, and create the spans of its phases."""
         span = trace.context
         if not isinstance(span, Span) or not span.is_recording():
             return
@@ -79,7 +77,6 @@ class RequestTracer:
         span.end(_wall(now))
 
     def persisted(self, trace: RequestTrace, started: float) -> None:
-        """Create the span of writing a request's turn to disk."""
         self._part(trace, "persist", started, time.monotonic())
 
     def _part(
