@@ -126,7 +126,6 @@ def _invalid_setting(
 
 
 def _is_from(values: Any, problem: ErrorDetails) -> bool:
-    """Whether the invalid value came from these values of a file."""
     for part in problem["loc"]:
         values = values.get(part) if isinstance(values, dict) else None
     return bool(problem["loc"]) and values is not None and values is problem["input"]

@@ -123,11 +123,7 @@ class _Process:
     """One subprocess. Not thread-safe."""
 
     def __init__(self, module: str, setup: object) -> None:
-        """Start the process and wait until it is ready.
-
-        Raises:
-            EOFError, OSError: the process cannot be started.
-        """
+        """Start the process and wait for it; `EOFError` or `OSError` if it cannot be started."""
         ours, theirs = Pipe()
         self._pipe = ours
         environment = {
@@ -165,11 +161,7 @@ class _Process:
         return self._process.poll() is None
 
     def ask(self, request: bytes) -> bytes | None:
-        """Send a request; returns the answer, or None after `_ANSWER_S`.
-
-        Raises:
-            EOFError, OSError: the process ended.
-        """
+        """Send a request; None after `_ANSWER_S`, `EOFError` or `OSError` if the process ended."""
         self._pipe.send_bytes(request)
         return self._pipe.recv_bytes(_MAX_ANSWER) if self._pipe.poll(_ANSWER_S) else None
 

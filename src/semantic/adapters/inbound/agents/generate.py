@@ -59,7 +59,6 @@ class ReplyWriter:
         return "" if frame is None else data(frame)
 
     async def _add(self, event: Event) -> Json | None:
-        """Add the next event; return the reply once it is complete."""
         self._fold.add(event)
         if isinstance(event, Started):
             self._started = event

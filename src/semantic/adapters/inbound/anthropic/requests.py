@@ -241,7 +241,6 @@ class _MessagesTool(ToolSchema):
         return replace(super().to_domain(), is_deferred=bool(self.defer_loading))
 
     def check(self, index: int) -> None:
-        """Refuse a tool without a name or a schema."""
         refuse(not self.name, f"tools[{index}].name", "Field required")
         refuse(self.parameters is None, f"tools[{index}].input_schema", "Field required")
 

@@ -61,7 +61,6 @@ class Guard(Middleware):
             await refusal(scope, receive, send)
 
     def _admit(self, scope: Scope) -> Response | None:
-        """Set the current principal, or return the error response."""
         path: str = scope["path"]
         try:
             principal = self._access.authenticate(_secrets(Headers(scope=scope)))

@@ -359,12 +359,7 @@ class _Unpacker:
         self._num_made = 0
 
     def unpack(self, message: Message, max_bytes: int) -> Message:
-        """Decompress a chunk, to at most `max_bytes` + 1 bytes.
-
-        Raises:
-            zlib.error: the body is damaged or truncated.
-            _TooDenseError: the body has too many members, or expands too much.
-        """
+        """Decompress to at most `max_bytes` + 1 bytes; raises `zlib.error` or `_TooDenseError`."""
         packed: bytes = message.get("body", b"")
         self._num_packed += len(packed)
         allowed = max(_ALWAYS_ALLOWED, _MAX_RATIO * self._num_packed) - self._num_made

@@ -138,11 +138,7 @@ class RequestFields(Schema):
     logits_processors: Any = None
 
     def form(self, own: OutputFormat | None, param: str) -> OutputFormat | None:
-        """The output format in the protocol's field (`own`, named `param`), vLLM's or llama.cpp's.
-
-        Raises:
-            InvalidRequestError: more than one is given, or one is not supported.
-        """
+        """The output format: `own` (in the field `param`), vLLM's or llama.cpp's; at most one."""
         for name, why in _UNSUPPORTED.items():
             refuse(getattr(self, name) not in _NOTHING, name, why)
         wanted = self.structured_outputs
@@ -157,14 +153,12 @@ class RequestFields(Schema):
         return forms[chosen[0]] if chosen else None
 
     def form_param(self, param: str) -> str:
-        """The name of the field in which the client sent the output format."""
         if self.json_schema is not None:
             return "json_schema"
         wanted = self.structured_outputs
         return f"structured_outputs.{wanted.kind}" if wanted else param
 
     def hint(self, headers: AgentHint) -> AgentHint:
-        """The client's agent and session, from headers and body."""
         key = headers.client_key or self.prompt_cache_key
         return replace(headers, session=self.session_id, client_key=key)
 

@@ -160,7 +160,6 @@ def _operation(
 
 
 def _body_of(operation: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
-    """The schema of an operation's JSON body; empty if it has none."""
     content = operation.get("requestBody", {}).get("content", {})
     schema: dict[str, Any] = content.get("application/json", {}).get("schema", {})
     schema = schema.get("anyOf", [schema])[0]  # an optional body
@@ -170,7 +169,6 @@ def _body_of(operation: dict[str, Any], document: dict[str, Any]) -> dict[str, A
 
 
 def _command(method: str, url: str, body: dict[str, Any]) -> str:
-    """A curl command with the first example of the body."""
     place = shlex.quote(url)
     command = f"curl {place}" if method == "GET" else f"curl -X {method} {place}"
     for example in body.get("examples", ())[:1]:

@@ -280,7 +280,6 @@ class ResponseWriter:
 
     @property
     def _is_in_call(self) -> bool:
-        """Whether the arguments of a call are still being written."""
         return self._item is not None and self._item.kind == "function_call"
 
     def _emit_response(self, kind: str) -> None:

@@ -124,7 +124,6 @@ class InputItem(VariantSchema):
 
     @property
     def is_skipped(self) -> bool:
-        """Whether it is left out of the prompt."""
         return self.type in _SKIPPED
 
     @property
@@ -152,7 +151,6 @@ class InputItem(VariantSchema):
         return Message(Role.TOOL, (result,))
 
     def _thinking(self) -> tuple[Part, ...]:
-        """The thinking of an earlier response: its text, or only its handle."""
         content = self.content if isinstance(self.content, list) else []
         text = "".join(part.text or "" for part in content or self.summary or ())
         handle = self.encrypted_content or ""

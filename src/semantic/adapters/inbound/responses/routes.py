@@ -117,11 +117,7 @@ class ResponseRun:
                 log.end()
 
     async def cancel(self) -> None:
-        """Cancel it, unless it has ended, and wait for its end.
-
-        Raises:
-            GenerationTimeoutError: it did not end within `_CANCEL_TIMEOUT_S`.
-        """
+        """Cancel it and wait for its end; `GenerationTimeoutError` after `_CANCEL_TIMEOUT_S`."""
         self._replies.cancel()
         try:
             await asyncio.wait_for(self.is_ended.wait(), _CANCEL_TIMEOUT_S)
@@ -288,7 +284,6 @@ class ResponsesApi:
         return self._recent_by_tenant[self._principal().tenant]
 
     async def _previous(self, body: ResponsesRequest) -> PastTurn | None:
-        """Find the turn that a request continues."""
         name = body.previous_response_id
         if not name:
             return None

@@ -81,7 +81,6 @@ def _refuse_links(directory: Path) -> None:
 
 
 def _adopt(directory: Path) -> None:
-    """Mark a directory that is empty or belongs to an earlier version."""
     is_empty = not any(directory.iterdir())
     if not is_empty and not _holds_ledger(directory):
         raise InvalidRequestError(

@@ -177,9 +177,7 @@ class SafetensorsCache:
     ) -> None:
         """Set the directory without reading or creating anything.
 
-        Args:
-            directory: The cache directory; everything in it counts as used space.
-            codec: Storage format of new files; files of other formats are still read.
+        Everything in it counts as used space. `codec` is for new files; others are still read.
         """
         self._directory = directory
         self._tree = BlockTree(directory)
@@ -266,7 +264,6 @@ class SafetensorsCache:
         return [replace(found[r], num_files=n) for r, n in numbers.most_common() if r in found]
 
     def relative_path(self, part: BlockPart) -> str:
-        """The path of a part's file relative to the cache directory, for messages."""
         return str(FilePath.of(part))
 
     def scan(self, on_removed: Callable[[str, str], None] | None = None) -> Iterator[BlockPart]:
@@ -434,7 +431,6 @@ def _read_beginning(
 
 
 def _write_pieces(file: int, pieces: Sequence[bytes | memoryview]) -> int:
-    """Write all pieces without joining them; returns the bytes written."""
     left = [memoryview(piece) for piece in pieces if len(piece)]
     total = sum(len(piece) for piece in left)
     while left:

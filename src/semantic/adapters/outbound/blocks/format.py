@@ -356,7 +356,6 @@ def identify(head: Head, tokens: bytes, nbytes: int, last_used: float) -> BlockP
 
 
 def _stored_buffers(head: Head, content: memoryview) -> list[StoredBuffer]:
-    """Extract the payload's buffers from a file's content without copying."""
     buffers = []
     num_tensors = 1
     for key, description in head.metadata.items():

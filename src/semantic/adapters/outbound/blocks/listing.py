@@ -50,7 +50,6 @@ def empty_quarantine(opened: OpenDirectory, before: float) -> int:
 
 
 def _names(opened: OpenDirectory, *levels: str, is_directory: bool = True) -> list[str]:
-    """The directories or the other entries of a directory; empty if it is missing."""
     try:
         with opened(*levels) as handle, os.scandir(handle) as entries:
             return [e.name for e in entries if e.is_dir(follow_symlinks=False) is is_directory]

@@ -48,9 +48,7 @@ class FloatFormat:
 
     Attributes:
         array: The numpy dtype of its arrays; unsigned integers if numpy lacks the dtype.
-        integer: The signed integer dtype of the same size.
         smallest: Smallest positive value whose inverse is finite in float32.
-        largest: Largest finite value.
     """
 
     array: np.dtype[Any]
@@ -137,7 +135,6 @@ def max_expanded_bytes(kv_format: str, num_bytes: int) -> int:
 
 
 def _group_size(shape: tuple[int, ...]) -> int | None:
-    """Numbers per group; None if the last axis fits no group size."""
     axis = shape[-1] if shape else 0
     if not math.prod(shape):
         return None
@@ -201,11 +198,7 @@ def _encode(
 def dequantise(
     name: str, shape: tuple[int, ...], dtype: str, kv_format: str, tensors: Sequence[HostBuffer]
 ) -> HostBuffer:
-    """Restore a buffer from the result of `quantise`.
-
-    Raises:
-        CacheCorruptionError: the tensors do not match the buffer's shape and dtype.
-    """
+    """Restore a buffer from the result of `quantise`; `CacheCorruptionError` if it does not fit."""
     floats, group = FLOATS.get(dtype), _group_size(shape)
     bits = _BITS.get(kv_format)
     if floats is None or group is None or bits is None:

@@ -56,7 +56,6 @@ def exits(shape: ReplyShape) -> tuple[str, ...]:
 
 
 def _output(lark: Lark, output: OutputFormat) -> str:
-    """Add the rule for a reply's text; returns a reference to it."""
     match output:
         case JsonFormat(schema, is_strict):
             wanted: JsonObject = {"type": "object"} if schema is None else schema
@@ -97,7 +96,6 @@ def _answer(lark: Lark, shape: ReplyShape, output: OutputFormat | None) -> str:
 
 
 def _thinking(lark: Lark, shape: ReplyShape) -> str:
-    """The rule for thinking before the answer; empty if there is none."""
     if shape.format.tools is ToolFormat.HARMONY:
         return _analysis(lark) if shape.may_think else ""
     markers = shape.format.thinking

@@ -194,7 +194,6 @@ class Closing:
         return None
 
     def is_text(self, state: LLMatcher) -> bool:
-        """Whether any text may follow."""
         return all(self._allows(state, byte) for byte in _TEXT_PROBE)
 
     def _shortened(self, matcher: LLMatcher, tokens: list[int]) -> list[int]:
@@ -233,7 +232,6 @@ class Closing:
         return self.vocabulary.spell(text[:_MAX_FORCED])
 
     def _way_out(self, state: LLMatcher) -> list[int] | None:
-        """The first of the exit texts that ends free text in this state."""
         for tokens in self._exits:
             # If it may occur twice in a row, it is ordinary text, as in a JSON string.
             if len(tokens) <= state.validate_tokens([*tokens, *tokens]) < 2 * len(tokens):

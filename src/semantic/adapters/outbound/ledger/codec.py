@@ -128,7 +128,6 @@ def _tuple_of(item: Any, **limits: Any) -> Any:
 
 
 def _one_of(schemas: dict[type, Any]) -> Any:
-    """Discriminate content parts by their `type`."""
     tagged = [Annotated[schema, Tag(_TAGS[kind])] for kind, schema in schemas.items()]
     tag_of = Discriminator(lambda part: part.get("type") if isinstance(part, dict) else None)
     return Annotated[functools.reduce(operator.or_, tagged), tag_of]
@@ -213,11 +212,7 @@ def encode_turn(body: TurnBody) -> str:
 
 
 def decode_turn(text: str | bytes, *, is_foreign: bool = False) -> TurnBody:
-    """Decode the result of `encode_turn`.
-
-    Raises:
-        ValueError: the text is not a turn, or `is_foreign` is set and `parse` rejects it.
-    """
+    """Decode the result of `encode_turn`; raises `ValueError` like `decode_agent`."""
     return _decoded("a turn", lambda: _TURN.validate_python(parse(text, is_foreign=is_foreign)))
 
 

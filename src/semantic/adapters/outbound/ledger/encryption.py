@@ -68,12 +68,7 @@ def from_stored(connection: sqlite3.Connection, table: Table, row: Row) -> Row:
 
 
 def check_key(connection: sqlite3.Connection) -> bool:
-    """Try the connection's key on a row; returns False if no undamaged row was found.
-
-    Raises:
-        CachePersistenceError: the key is wrong or missing, or the row is not encrypted although
-            a key is set.
-    """
+    """Try the key on a row and raise like `from_stored`; False if there is no undamaged row."""
     for table in (*CHECKED_TABLES, PARTS):
         for row in connection.execute(table.select("LIMIT ?"), (_NUM_TRIED,)):
             with suppress(DamagedLedgerError):
@@ -87,7 +82,6 @@ def _cipher(connection: sqlite3.Connection) -> Cipher | None:
 
 
 def _check_presence(cipher: Cipher | None, value: object) -> None:
-    """Check that a value is encrypted if and only if a key is set."""
     has_cipher_text = isinstance(value, bytes) and is_encrypted(value)
     if has_cipher_text and cipher is None:
         raise CachePersistenceError(

@@ -252,12 +252,7 @@ class ReaderPool:
 
     @contextmanager
     def lend(self) -> Iterator[sqlite3.Connection]:
-        """Lend a connection for one read.
-
-        Raises:
-            CachePersistenceError: the database cannot be read.
-            DamagedRowError: a row does not match its checksum.
-        """
+        """Lend a connection for one read; raises `CachePersistenceError` or `DamagedRowError`."""
         try:
             with self._lock:
                 connection = self._idle.pop() if self._idle else None

@@ -58,12 +58,7 @@ _BLOCKS = "blocks"  # the KV cache's directory, beside the ledger
 
 @dataclass(frozen=True, slots=True)
 class Rescue:
-    """Repairs a ledger that is damaged or missing.
-
-    Attributes:
-        backups: Paths of its copies, newest first; they may be missing.
-        timeout_s: How long to wait for another program's lock.
-    """
+    """Repairs a ledger that is damaged or missing; `backups`, newest first, may be missing too."""
 
     ledger: Path
     backups: tuple[Path, ...]
@@ -182,10 +177,7 @@ class DamagedRows:
     def restore(
         self, ledger: sqlite3.Connection, damages: Sequence[DamagedRowError]
     ) -> list[DamagedRowError]:
-        """Restore damaged rows from a backup; returns those that no backup has.
-
-        Mutates the ledger within the caller's transaction.
-        """
+        """Restore damaged rows in the caller's transaction; returns those that no backup has."""
         lost = []
         for damage in damages:
             if _sound_row(ledger, damage) is not None:
@@ -207,7 +199,6 @@ def _backup_name(path: Path) -> str:
 
 
 def _sound_row(source: sqlite3.Connection, damage: DamagedRowError) -> Row | None:
-    """Find the row with the same key; None if it is missing or damaged."""
     try:
         found: Row | None = source.execute(damage.table.find, damage.key).fetchone()
         if found is not None:
@@ -266,10 +257,7 @@ def _opened(
 def _copy(
     source: sqlite3.Connection, target: sqlite3.Connection, table: Table, lost: list[Row]
 ) -> bool:
-    """Add the rows that `target` lacks; returns whether all rows were readable and sound.
-
-    Damaged turns are added to `lost`.
-    """
+    """Add missing rows to `target`, damaged turns to `lost`; returns whether all were sound."""
     query = table.select(OLDEST_FIRST)
     bad: list[Row] = []
     if _copy_rows(source, target, table, query, bad):

@@ -101,7 +101,6 @@ class Table:
 
     @property
     def find(self) -> str:
-        """SQL that reads the row with a given key."""
         keys = " AND ".join(f"{name} = ?" for name in self.columns[: self.num_keys])
         return self.select(f"WHERE {keys}")
 
@@ -166,11 +165,7 @@ OLDEST_FIRST = "ORDER BY rowid"
 
 
 def check_tables(connection: sqlite3.Connection) -> None:
-    """Compare the tables of a ledger of the latest version with the expected ones.
-
-    Raises:
-        DamagedLedgerError: a table is missing or different.
-    """
+    """Check the tables of a ledger of the latest version; `DamagedLedgerError` if they differ."""
     query = "SELECT name, sql FROM sqlite_master"
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as ideal:
         migrate(ideal, 0)

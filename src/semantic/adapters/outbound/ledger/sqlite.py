@@ -104,11 +104,9 @@ class SqliteLedger(LedgerReadings):
         timeout_s: float = _TIMEOUT_S,
         cipher: Cipher | None = None,
     ) -> None:
-        """Set the paths without opening a file.
+        """Set the paths without opening a file; without a directory, the ledger is in memory.
 
-        Args:
-            directory: Holds the ledger and its backups; `load` creates it. None: in memory.
-            timeout_s: How long to wait for another program's lock.
+        `timeout_s` is how long to wait for another program's lock.
         """
         self._is_in_memory = directory is None
         place = directory or Path()
@@ -255,7 +253,6 @@ class SqliteLedger(LedgerReadings):
             return read()
 
     def _mend(self, damages: Sequence[DamagedRowError]) -> None:
-        """Restore damaged rows from a backup and record them in `problem`."""
         if not damages:
             return
         with self._lock, self._refusals():
@@ -346,11 +343,7 @@ class SqliteLedger(LedgerReadings):
         return problem
 
     def _count_lost(self, writer: sqlite3.Connection, *, is_restored: bool) -> str:
-        """Compare the ledger with its mark; returns a message about lost changes.
-
-        Raises:
-            _TruncatedLedgerError: the backup has more logged changes than the ledger.
-        """
+        """Message about changes lost since the mark; raises `_TruncatedLedgerError`."""
         found, marked = num_logged(writer), self._mark.read()
         num_lost = marked - found
         if num_lost > 0 and not is_restored and self._is_backup_newer(found):

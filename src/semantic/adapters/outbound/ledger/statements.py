@@ -202,11 +202,7 @@ def _in_order(head: str, parents: dict[str, str | None]) -> list[str]:
 
 
 def read_state(connection: sqlite3.Connection, problem: str) -> LedgerState:
-    """Read the state that a server needs at start.
-
-    Raises:
-        DamagedLedgerError: a row does not match its checksum or cannot be decoded.
-    """
+    """Read the state that a server needs at start; raises `DamagedLedgerError`."""
 
     def rows(table: Table) -> Iterator[Row]:
         for row in connection.execute(table.select(OLDEST_FIRST)):
@@ -284,10 +280,7 @@ def is_logged(change: LedgerChange) -> bool:
 
 
 def forget_unreachable(connection: sqlite3.Connection, before: float, replays_before: float) -> int:
-    """Remove old replays, and old turns that neither an agent nor a new turn descends from.
-
-    Returns how many rows were removed.
-    """
+    """Remove and count old replays, and old turns that no agent and no new turn descends from."""
     turns = connection.execute(_FORGET_TURNS, (before,))
     replays = connection.execute("DELETE FROM replays WHERE at < ?", (replays_before,))
     return turns.rowcount + replays.rowcount

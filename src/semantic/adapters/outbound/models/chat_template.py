@@ -158,8 +158,6 @@ def _check(source: str) -> None:
 
 
 def _clock(today: date | None) -> Callable[[str], str]:
-    """Create the `strftime_now` function for templates, with a fixed date if one is given."""
-
     def strftime_now(pattern: str) -> str:
         now = datetime.now().astimezone()
         return (datetime.combine(today, time(), now.tzinfo) if today else now).strftime(pattern)

@@ -126,7 +126,6 @@ class GgufFile:
         return value
 
     def get(self, key: str, kind: type[_T]) -> _T:
-        """Return a required metadata value."""
         value = self.find(key, kind)
         if value is None:
             raise self.refusal(f"metadata key {key} is missing")

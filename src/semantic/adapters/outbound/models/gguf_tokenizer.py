@@ -108,11 +108,7 @@ def write_tokenizer(vocabulary: GgufVocabulary, directory: Path) -> None:
 
 
 def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
-    """Build the tokenizer that GGUF's metadata describes.
-
-    Raises:
-        InvalidRequestError: The tokenizer is unsupported or inconsistent.
-    """
+    """Build the tokenizer; `InvalidRequestError` if it is unsupported or inconsistent."""
     is_sentencepiece = vocabulary.model == "llama"
     splitting = _Splitting(adds_bos=True) if is_sentencepiece else _splitting(vocabulary)
     if is_sentencepiece:

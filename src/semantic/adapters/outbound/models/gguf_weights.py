@@ -67,11 +67,7 @@ def read_tensor(tensor: gguf.ReaderTensor) -> dict[str, Stored]:
 
 
 def read_floats(tensor: gguf.ReaderTensor) -> Floats:
-    """Dequantise a tensor.
-
-    Raises:
-        NotImplementedError: the tensor's type is not supported.
-    """
+    """Dequantise a tensor; `NotImplementedError` if its type is not supported."""
     return np.asarray(dequantize(tensor.data, tensor.tensor_type))
 
 

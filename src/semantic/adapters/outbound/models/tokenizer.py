@@ -185,7 +185,6 @@ def _token_text(value: object) -> str:
 
 
 def _piece_decoder(decoder: Decoder | None) -> Callable[[str], bytes]:
-    """Choose how vocabulary pieces convert to bytes, from the tokenizer's decoder."""
     # The decoder's state is JSON; parsing the file with its whole vocabulary would take longer.
     kinds = _decoder_kinds(None if decoder is None else json.loads(decoder.__getstate__()))
     if "ByteLevel" in kinds:
