@@ -25,10 +25,7 @@ class BlockCollector:
         self._now = now
 
     def lineage(self, pointer: Pointer, tokens: Callable[[], Sequence[int]]) -> list[BlockNode]:
-        """Return the known blocks of the chain up to a pointer, from the first.
-
-        If the chain is incomplete, return the longest known prefix of the conversation, `tokens()`.
-        """
+        """The blocks up to a pointer; if incomplete, the longest known prefix of `tokens()`."""
         with self._tiers.lock:
             chain = self._tiers.index.chain_from(pointer.root, pointer.block)
         if chain:
@@ -39,7 +36,6 @@ class BlockCollector:
             return [node for node in match.nodes if node.end <= match.end]
 
     def reachable(self, pointers: Iterable[Pointer]) -> set[BlockName]:
-        """Return the blocks in the chains up to these pointers, and the boundaries inside."""
         with self._tiers.lock:
             return self._tiers.index.reachable(pointer.block for pointer in pointers)
 
@@ -84,9 +80,8 @@ class BlockCollector:
     ) -> int:
         """Drop window and state parts that no agent will resume from; returns disk bytes freed.
 
-        Args:
-            latest_turns: Pointer and prompt length of the last turns of all agents.
-            unused_since: Parts that belong to no agent are spared if used after this time.
+        `latest_turns` holds the pointer and prompt length of all agents' last turns. Parts that
+        belong to no agent are spared if used after `unused_since`.
         """
         if self._store.spec.kinds == (LayerKind.FULL,):
             return 0

@@ -26,9 +26,7 @@ def disk_victims(
     are pinned, leased or in `spared` stay, and so do the nodes before them in their chains.
 
     Args:
-        index: All nodes, least recently used first.
         nbytes: Bytes to free; the result is smaller if not enough may be evicted.
-        spared: Names of nodes that must stay.
         root: Evict nodes of this root only; None means all roots.
     """
     victims: dict[BlockName, BlockNode] = {}
@@ -65,10 +63,7 @@ def evict_files(
     """Remove at least `nbytes` of files from the index, or none; returns them for deletion.
 
     Args:
-        index: All nodes, least recently used first.
-        nbytes: Bytes to free.
         incoming: The part that needs the room; the blocks before it in its chain are spared.
-        root: Evict nodes of this root only; None means all roots.
         slack: Further bytes to free if possible.
     """
     spared = {node.name for node in index.chain(incoming.parent)}

@@ -17,10 +17,7 @@ class ServedFormat:
     """The model and format that compute blocks now.
 
     Attributes:
-        fingerprint: The model's fingerprint.
         abi: See `Traits.kv_abi`.
-        kv_format: Storage format of payloads.
-        root_of: Returns the root of a tenant's blocks.
     """
 
     fingerprint: str
@@ -33,12 +30,10 @@ class StoredFormats:
     """Compares stored blocks with the format that is served. Thread-safe."""
 
     def __init__(self, origins: Iterable[BlockOrigin] = ()) -> None:
-        """Start with the origins recorded in the files of a directory."""
         self._origins = {origin.root: origin for origin in origins}
         self._served: ServedFormat | None = None
 
     def serve(self, served: ServedFormat, tenants: Iterable[str]) -> None:
-        """Compare with another format from now on, and record its root for each of the tenants."""
         self._served = served
         for tenant in tenants:
             self._served_root(tenant)
@@ -55,10 +50,7 @@ class StoredFormats:
         return self._served_root(agent.tenant)
 
     def note(self, tenant: str, root: BlockName) -> str:
-        """Explain why the served model cannot use the blocks of a root.
-
-        Empty if it can use them, or if no model is served.
-        """
+        """Explain why the served model, if any, cannot use a root's blocks; empty if it can."""
         return "" if self._served is None else self.describe(root, self._served_root(tenant))
 
     def describe(self, stored: BlockName, used: BlockName) -> str:
@@ -73,11 +65,7 @@ class StoredFormats:
         return describe_change((old.abi, old.kv_format), (new.abi, new.kv_format))
 
     def summary(self, num_bytes: Callable[[BlockName], int]) -> str:
-        """Summarize, as text, the served model's stored blocks that are unusable; empty if none.
-
-        Args:
-            num_bytes: Returns the bytes on disk below a root.
-        """
+        """Summarize the served model's stored blocks that are unusable; empty if none."""
         if (served := self._served) is None:
             return ""
         sizes: Counter[str] = Counter()

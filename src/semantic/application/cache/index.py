@@ -33,7 +33,6 @@ class BlockNode:
     """A known block.
 
     Attributes:
-        start: Position of its first token.
         tokens: Its token ids, packed.
         payloads: Parts in memory.
         files: Parts on disk.
@@ -65,14 +64,10 @@ class BlockNode:
         return self.start + self.num_tokens
 
     def has(self, kind: LayerKind) -> bool:
-        """Whether a part is in memory, on disk or in the object store."""
         return kind in self.payloads or kind in self.files or kind in self.shared
 
     def part_to_read(self, kind: LayerKind) -> BlockPart | None:
-        """Return the part to read, from disk if possible, else from the object store.
-
-        None if the part is in memory or nowhere.
-        """
+        """The part to read, preferably from disk; None if it is in memory or nowhere."""
         if kind in self.payloads:
             return None
         return self.files.get(kind) or self.shared.get(kind)
@@ -94,8 +89,6 @@ class BlockNode:
 
 
 class _Siblings:
-    """Blocks with the same parent, by their tokens."""
-
     __slots__ = ("by_tokens", "lengths", "ordered")
 
     def __init__(self) -> None:
@@ -180,11 +173,9 @@ class BlockIndex:
 
     @property
     def mark(self) -> int:
-        """The current position in the list of changes, for `changed_since`."""
         return self._mark
 
     def note_change(self, name: BlockName) -> None:
-        """Record for watchers that a node, or the location of one of its parts, changed."""
         self._mark += 1
         self._changed.append(name)
 
@@ -238,7 +229,6 @@ class BlockIndex:
         self.note_change(node.name)
 
     def put_file(self, node: BlockNode, part: BlockPart) -> None:
-        """Record that a part of a node is on disk."""
         self.pop_file(node, part.kind)
         node.files[part.kind] = part
         self.version += 1
@@ -246,7 +236,6 @@ class BlockIndex:
         self._disk_bytes[node.root] += part.nbytes
 
     def pop_file(self, node: BlockNode, kind: LayerKind) -> BlockPart | None:
-        """Remove the record of a node's part on disk, and return it."""
         part = node.files.pop(kind, None)
         if part is not None:
             self.version += 1
@@ -286,7 +275,6 @@ class BlockIndex:
             self.remove(node)
 
     def followers(self, name: BlockName) -> Iterable[BlockNode]:
-        """Return the nodes that directly follow a block."""
         siblings = self._followers.get(name)
         return siblings.by_tokens.values() if siblings else ()
 
@@ -353,7 +341,6 @@ class BlockIndex:
         return node.name in self._followers
 
     def pin(self, names: Iterable[BlockName]) -> None:
-        """Pin the paths to these blocks, and unpin all others."""
         before = {node.name for node in self if node.num_pins}
         for node in self:
             node.num_pins = 0
@@ -364,11 +351,7 @@ class BlockIndex:
             self.note_change(name)
 
     def check_integrity(self) -> None:
-        """Recount the bytes on disk, and check that every node can be found through its parent.
-
-        Raises:
-            AssertionError: the counters or links are inconsistent.
-        """
+        """Recount the bytes on disk, and check that every node can be found through its parent."""
         counted: Counter[BlockName] = Counter()
         for node in self:
             counted[node.root] += node.disk_bytes
@@ -380,7 +363,6 @@ class BlockIndex:
             raise AssertionError("a removed node is still listed under its parent")
 
     def match(self, root: BlockName, tokens: bytes, block_tokens: int) -> Match:
-        """Find the longest known prefix of `tokens`, which are packed."""
         boundaries: list[BlockNode] = []
         end, last = 0, None
         # Chains may cut the same tokens at different positions, so the search follows all of them.

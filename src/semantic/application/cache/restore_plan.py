@@ -80,7 +80,6 @@ class RestorePlan:
 
     @classmethod
     def nothing(cls, root: BlockName) -> "RestorePlan":
-        """Make a plan that restores nothing: all tokens must be computed."""
         return cls((), 0, root, 0)
 
 
@@ -89,11 +88,7 @@ def plan_restore(
 ) -> RestorePlan:
     """Plan the longest restore that a match allows.
 
-    Args:
-        root: Root of the chain.
-        match: The longest known prefix of the prompt.
-        spec: Says which kinds of layers must be restored.
-        block_ends: Names of matched blocks that other blocks may follow, which excludes tails.
+    `block_ends` names the matched blocks that other blocks may follow, which excludes tails.
     """
     end = _restorable_end(match, spec)
     nodes = [node for node in match.nodes if node.start < end]
@@ -117,12 +112,7 @@ class ReadCost:
     def __init__(
         self, num_ignored: int = 0, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Start without an estimate.
-
-        Args:
-            num_ignored: Number of first reads to ignore, because they also open connections.
-            clock: Returns seconds.
-        """
+        """Ignore the first `num_ignored` reads, because they also open connections."""
         self._lock = threading.Lock()
         self._num_ignored = num_ignored
         self._clock = clock
@@ -191,10 +181,6 @@ def worth_reading(
     Decides for the object store first, then for the disk.
 
     Args:
-        plan: What can be restored.
-        root: Root of the chain.
-        spec: Says which kinds of layers must be restored.
-        costs: How long reads take.
         seconds_per_token: Time to compute one token; 0 if it is not known yet.
         begun: Parts that are already being read for this plan; their cost is not counted again.
     """
@@ -224,7 +210,6 @@ def _cut_at(plan: RestorePlan, root: BlockName, spec: ModelCacheSpec, end: int) 
 
 
 def _restorable_end(match: Match, spec: ModelCacheSpec) -> int:
-    """Return the last position at which layers of all kinds can resume."""
     if spec.kinds == (LayerKind.FULL,):
         return match.end
     if spec.num_state:
@@ -238,7 +223,6 @@ def _restorable_end(match: Match, spec: ModelCacheSpec) -> int:
 
 
 def _enders(match: Match) -> list[BlockNode]:
-    """Return nodes that end within the matched prefix, without duplicates."""
     whole = [node for node in match.nodes if node.end <= match.end]
     return list({node.name: node for node in (*whole, *match.boundaries)}.values())
 

@@ -36,12 +36,10 @@ class AgentCacheStore:
     Thread-safe: the engine seals and plans, readers and the writer move parts, all may query.
 
     Attributes:
-        spec: The geometry of the KV cache of the served model.
         roots: Roots of the served model under which blocks were sealed or looked up.
         telemetry: Sink for events, also used by the engine; `counts` are its cache counters.
         tiers: Where the parts are; a restore acquires and releases them there.
         read_costs: Durations of reads, which `worth_reading` compares with computing.
-        watch: Lists blocks for the web page's map.
     """
 
     def __init__(
@@ -54,16 +52,7 @@ class AgentCacheStore:
         telemetry: TelemetryPort | None = None,
         shared: SharedBlocksPort | None = None,
     ) -> None:
-        """Start empty.
-
-        Args:
-            pool: The memory budget.
-            disk: The disk tier; None keeps blocks in memory only.
-            on_moved: Called in the lock when pointers to one block must move to another block.
-            now: Returns seconds since the epoch.
-            telemetry: Sink for events; None disables it.
-            shared: Parts that several servers share; None on a single server.
-        """
+        """`on_moved` is called in the lock when pointers to one block must move to another."""
         self.telemetry: TelemetryPort = telemetry or NoTelemetry()
         self.counts: CacheCounts = self.telemetry.counts.cache
         self._pool = pool
@@ -80,12 +69,9 @@ class AgentCacheStore:
     # -- recall ---------------------------------------------------------------------------------
 
     def plan(self, root: BlockName, tokens: Sequence[int], *, is_used: bool = True) -> RestorePlan:
-        """Find the longest prefix of `tokens` that can be restored.
+        """Find the longest prefix of `tokens` that can be restored; `is_used` marks it as used.
 
-        Args:
-            root: Root of the tenant's block names.
-            tokens: The prompt, without the tokens that must be computed in any case.
-            is_used: Whether to mark the parts of the plan as just used.
+        `tokens` is the prompt without the tokens that must be computed in any case.
         """
         packed = pack_tokens(tokens)
         with self._lock:
@@ -181,15 +167,7 @@ class AgentCacheStore:
         """Keep the block that follows `parent`; parts that are already known are not stored twice.
 
         Window parts stay in memory only, until `settle_windows` decides which of them to write.
-
-        Args:
-            root: Root of the tenant's block names.
-            parent: The preceding block, or the root.
-            tokens: The block's token ids.
-            payloads: The block's parts.
-
-        Returns:
-            Its name, or None if there is no room: a full cache never fails a request.
+        Returns its name, or None if there is no room: a full cache never fails a request.
         """
         packed = pack_tokens(tokens)
         with self._lock:
@@ -222,7 +200,6 @@ class AgentCacheStore:
                     wanted.node.last_kept = now
 
     def touch_chain(self, name: BlockName) -> None:
-        """Mark all blocks of the chain up to a block as just used."""
         with self._lock:
             self.touch_parts([WantedPart(node, LayerKind.FULL) for node in self._index.chain(name)])
 
@@ -236,13 +213,7 @@ class AgentCacheStore:
     def settle_windows(
         self, sealed: Iterable[BlockName], last: BlockName, boundaries: Sequence[int]
     ) -> None:
-        """Write the window parts of a turn's blocks that its boundaries need, and drop the others.
-
-        Args:
-            sealed: The turn's blocks.
-            last: The last block of their chain.
-            boundaries: Positions at which the conversation may be resumed.
-        """
+        """Write the sealed window parts needed to resume at `boundaries`, and drop the others."""
         with self._lock:
             known = [self._index.get(name) for name in sealed]
             nodes = [node for node in known if node and LayerKind.WINDOW in node.payloads]
@@ -262,11 +233,7 @@ class AgentCacheStore:
     # -- memory ---------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve memory for running sequences, evicting blocks if necessary.
-
-        Raises:
-            PoolExhaustedError: too little memory can be freed.
-        """
+        """Reserve memory for running sequences, evicting blocks; may raise `PoolExhaustedError`."""
         with self._lock:
             try:
                 self.tiers.reserve(nbytes)
@@ -305,7 +272,6 @@ class AgentCacheStore:
             return sum(self.tiers.drop_file(part, reason) for part in unused)
 
     def drop_memory(self) -> None:
-        """Drop all parts in memory that are not held."""
         self.tiers.stop_prefetching()
         self.drop_payloads(WantedPart(n, kind) for n in self.nodes() for kind in tuple(n.payloads))
 
@@ -317,7 +283,6 @@ class AgentCacheStore:
     # -- disk -----------------------------------------------------------------------------------
 
     def restore_index(self, parts: Iterable[BlockPart]) -> None:
-        """Add the parts found in a directory to the index."""
         with self._lock:
             for part in parts:
                 node = self._index.add(part.root, part.parent, part.start, part.tokens)
@@ -361,7 +326,6 @@ class AgentCacheStore:
             return self._index.get(name)
 
     def chain(self, name: BlockName) -> list[BlockNode]:
-        """Return the blocks up to `name`, starting after the last unknown ancestor."""
         with self._lock:
             return self._index.chain(name)
 
@@ -369,7 +333,6 @@ class AgentCacheStore:
         return self._index.disk_bytes(root)
 
     def used_files(self, since: float) -> list[PartKey]:
-        """Return the files of blocks that were used since a time."""
         with self._lock:
             used = (node for node in self._index if node.last_used >= since)
             return [(node.name, kind) for node in used for kind in node.files]
@@ -377,11 +340,6 @@ class AgentCacheStore:
     # -- readings -------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Check the pool, and that payloads and index match it.
-
-        Raises:
-            AssertionError: they do not match.
-        """
         with self._lock:
             self.tiers.check_integrity()
 

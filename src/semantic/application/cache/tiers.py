@@ -57,12 +57,9 @@ class BlockTiers:
     acquire it; `AgentCacheStore` holds it when it calls the other methods or uses `index`.
 
     Attributes:
-        index: All known blocks.
         pool: Counts the bytes in memory and chooses the parts to evict.
         disk: Writes and reads files; None if blocks are kept in memory only.
         shared: Parts that several servers share; None on a single server.
-        lock: Guards all of these.
-        counts: Counters since the start.
     """
 
     def __init__(
@@ -88,10 +85,6 @@ class BlockTiers:
     # -- any thread: load -----------------------------------------------------------------------
 
     def acquire(self, wanted: WantedPart) -> HeldPart | None:
-        """Hold a part in memory until `release`; None if there is no room for it.
-
-        The future is done at once if the part is in memory, otherwise when it has been read.
-        """
         held = HeldPart(wanted)
         with self.lock:
             payload = wanted.node.payloads.get(wanted.kind)
@@ -123,7 +116,6 @@ class BlockTiers:
                 reading.waiting.remove(held)
 
     def lease(self, parts: Sequence[WantedPart]) -> None:
-        """Protect the files of parts that will be acquired soon from deletion."""
         with self.lock:
             leased = {wanted.key for wanted in parts}
             for wanted in parts:
@@ -138,7 +130,6 @@ class BlockTiers:
 
     @property
     def is_reading(self) -> bool:
-        """Whether a part is being read; its room can be evicted once the read has ended."""
         with self.lock:
             return bool(self._reading)
 
@@ -172,17 +163,14 @@ class BlockTiers:
         return list(new)
 
     def reserve(self, nbytes: int) -> None:
-        """Like `BlockPool.reserve`; drops the payloads of evicted parts."""
         self._forget(self.pool.reserve(nbytes), EvictionReason.BUDGET)
 
     def resize(self, nbytes: int) -> None:
-        """Like `BlockPool.resize`; drops the payloads of evicted parts."""
         self._forget(self.pool.resize(nbytes), EvictionReason.BUDGET)
 
     def drop_payloads(
         self, parts: Iterable[WantedPart], reason: EvictionReason = EvictionReason.UNUSED
     ) -> int:
-        """Drop idle parts from memory; returns how many were dropped."""
         dropped = self.pool.discard(part.key for part in parts)
         self._forget(dropped, reason)
         return len(dropped)
@@ -228,7 +216,6 @@ class BlockTiers:
         return self.disk.room_for(part) if self.disk is not None and part is not None else 0
 
     def _begin_reading(self, wanted: WantedPart, waiting: list[HeldPart]) -> bool:
-        """Reserve room for a part and start reading it; False if there is no room."""
         part, nbytes = wanted.node.part_to_read(wanted.kind), self.room_for(wanted)
         source = self.disk if wanted.kind in wanted.node.files else self.shared
         assert part is not None and source is not None  # noqa: S101, PT018 - callers check
@@ -265,7 +252,6 @@ class BlockTiers:
                 held.future.set_exception(error or CacheCorruptionError("a block is gone"))
 
     def _take(self, reading: _Reading, done: Future[KVPayload]) -> BaseException | None:
-        """Keep a part that was read and hold it for its waiters; returns the error on failure."""
         wanted = reading.wanted
         error = DrainingError("cancelled") if done.cancelled() else done.exception()
         if isinstance(error, DrainingError):
@@ -299,7 +285,6 @@ class BlockTiers:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a part is queued for writing or being written."""
         return bool(self._writing)
 
     def write(self, part: WantedPart) -> None:
@@ -320,7 +305,6 @@ class BlockTiers:
             self._dirty[part.key] = part
 
     def offer_again(self) -> None:
-        """Offer dirty parts that are still in memory to the writer again."""
         waiting, self._dirty = self._dirty, {}
         for part in waiting.values():
             self.write(part)
@@ -371,7 +355,6 @@ class BlockTiers:
         return all(LayerKind.FULL in node.files and not self._is_dirty(node) for node in chain)
 
     def _is_dirty(self, node: BlockNode) -> bool:
-        """Whether a part of a node is dirty or being written."""
         keys = [(node.name, kind) for kind in node.payloads if kind not in node.files]
         return any(key in self._dirty or key in self._writing for key in keys)
 
@@ -390,7 +373,6 @@ class BlockTiers:
         return file.nbytes if file is not None else 0
 
     def lose_file(self, part: WantedPart) -> None:
-        """Drop a file that is missing or corrupt, and count it."""
         self.counts.corrupt += 1
         self.drop_file(part, EvictionReason.CORRUPT)
 
@@ -442,11 +424,7 @@ class BlockTiers:
     # -- checks ---------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Check the pool, and that payloads and index match it.
-
-        Raises:
-            AssertionError: they do not match.
-        """
+        """Check the pool, and that payloads and index match it."""
         self.pool.check_integrity()
         keys = {(node.name, kind) for node in self.index for kind in node.payloads}
         if keys != self.pool.keys():

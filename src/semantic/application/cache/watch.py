@@ -13,8 +13,6 @@ class BlockPage:
 
     Attributes:
         mark: Pass it to `BlockWatch.changes` to list later changes.
-        num_blocks: Number of all known blocks.
-        gone: Blocks that were removed.
         cursor: Pass it to `BlockWatch.page` for the next page; None on the last one.
         is_stale: The changes are too many or no longer recorded: read all pages again.
     """

@@ -152,10 +152,7 @@ class DiskTier:
         self._writer.start()
 
     def offer(self, job: WriteJob) -> bool:
-        """Queue a part; False if the queue is full or closed.
-
-        If the part is queued, `on_end` or `on_lost` is called later.
-        """
+        """Queue a part, whose `on_end` or `on_lost` then runs; False if full or closed."""
         nbytes = job.payload.nbytes
         with self._lock:
             is_taken = not self._queued_bytes or (
@@ -302,11 +299,7 @@ class DiskTier:
             job.on_end(part, written)
 
     def _make_room(self, job: WriteJob, nbytes: int) -> None:
-        """Evict files so that a new one fits the budget.
-
-        Raises:
-            CachePersistenceError: too few files may be evicted.
-        """
+        """Evict files so that a new one fits the budget; else raises `CachePersistenceError`."""
         budget, others = self.limits.budget_bytes, self._files.other_bytes()
         room = budget - others  # the ledger takes precedence and is never evicted
         if nbytes > room:
@@ -380,7 +373,6 @@ class _RowWriter:
         return bool(self._unwritten)
 
     def add(self, changes: Sequence[LedgerChange], done: Future[None] | None = None) -> None:
-        """Queue changes for the next `apply`; `done` completes when they are written."""
         for change in changes:
             self._turns.note(change)
         # After this call the future can no longer be cancelled.
@@ -399,7 +391,6 @@ class _RowWriter:
             self._keep(rows, error)
 
     def close(self) -> None:
-        """Try a last time, then back up and close the ledger."""
         self.apply()
         if self._unwritten:
             _log.error("lost %d changes of the ledger", len(self._unwritten))
@@ -449,7 +440,6 @@ class _PendingTurns:
         self._waiting: OrderedDict[str, Pointer] = OrderedDict()
 
     def note(self, change: LedgerChange) -> None:
-        """Track the pointers of turns in a change that is about to be written."""
         match change:
             case PutTurn(_, turn) if turn.pointer is not None:
                 self._waiting[turn.id] = turn.pointer
