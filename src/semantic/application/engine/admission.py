@@ -30,17 +30,7 @@ class SequenceAdmission:
         is_room_coming: Callable[[], bool],
         fail: Callable[[Generation, SemanticError], None],
     ) -> None:
-        """Create an instance without open sequences.
-
-        Args:
-            memory: Reserves memory for sequences and closes idle copies.
-            scheduler: Holds the waiting and running requests.
-            sharing: Opens sequences from other ones or from sealed blocks.
-            new_ids: Yields unused sequence ids.
-            counts: Counts preemptions.
-            is_room_coming: Returns whether pending work will free memory.
-            fail: Ends a request with an error.
-        """
+        """`is_room_coming` tells whether pending work will free memory."""
         self._memory, self._scheduler, self._sharing = memory, scheduler, sharing
         self._new_ids, self._counts = new_ids, counts
         self._is_room_coming, self._fail = is_room_coming, fail
@@ -103,7 +93,6 @@ class SequenceAdmission:
 
     @property
     def can_restore(self) -> bool:
-        """Whether a restore can load a part right now."""
         return any(
             g.prefix.restore is not None and g.prefix.restore.is_ready
             for g in self._scheduler.running
@@ -112,7 +101,6 @@ class SequenceAdmission:
     # -- restore --------------------------------------------------------------------------------
 
     def advance_restores(self) -> None:
-        """Advance the restores of running requests in order, within one shared byte budget."""
         restoring = [g for g in self._scheduler.running if g.prefix.restore is not None]
         if not restoring:
             return
@@ -138,7 +126,6 @@ class SequenceAdmission:
                 self._advance(generation, self._restore_bytes())
 
     def _advance(self, generation: Generation, max_bytes: int) -> int:
-        """Load more of a sequence, closing idle copies to make room; returns the bytes loaded."""
         if (restore := generation.prefix.restore) is None:
             return 0
         before = restore.num_bytes
@@ -148,14 +135,12 @@ class SequenceAdmission:
         return restore.num_bytes - before
 
     def _attempt(self, generation: Generation, work: Callable[[Generation], None]) -> None:
-        """Run `work` for a request; an exception fails the request."""
         try:
             work(generation)
         except Exception as error:  # noqa: BLE001 - any backend error fails only this request
             self._fail(generation, as_backend_error(error))
 
     def _restore_bytes(self) -> int:
-        """Bytes to load in one step: limited while other sequences decode, else unlimited."""
         others = [
             g for g in self._scheduler.running if g.prefix.restore is None and not g.is_prefilling
         ]

@@ -56,8 +56,6 @@ class DeviceThread:
     """Runs an engine on a dedicated thread. All public methods are thread-safe.
 
     Attributes:
-        limits: The limits in force; see `reconfigure`.
-        lifecycle: The state of the model on the device.
         is_draining: Set to True to refuse new requests while running requests finish.
     """
 
@@ -77,11 +75,9 @@ class DeviceThread:
         Args:
             load: Loads the first model on the device thread and reports human-readable progress.
             make_engine: Builds the engine; called on the device thread after each `load`.
-            limits: The engine's limits; see `reconfigure`.
             emit: Receives batches of events on the device thread or, if the device hangs, on the
                 watchdog thread.
             hang_timeout_s: A step that takes longer counts as hung.
-            telemetry: Sink for counts; None disables it.
             flush: Flushes sealed blocks to disk and drops them from memory. Called on the device
                 thread during an exchange, after the engine has ended.
         """
@@ -111,7 +107,6 @@ class DeviceThread:
 
     @property
     def num_live(self) -> int:
-        """Requests whose final event has not been emitted."""
         return len(self._live)
 
     @property
@@ -120,7 +115,6 @@ class DeviceThread:
         return self._live.idle_s
 
     def start(self) -> None:
-        """Start the threads and begin loading; returns immediately."""
         self._thread.start()
         self._watchdog.start()
 
@@ -141,7 +135,6 @@ class DeviceThread:
         return self.lifecycle.longest_sequence
 
     def ready_model(self) -> LoadedModel:
-        """Return the loaded model; see `ModelLifecycle.ready_model`."""
         return self.lifecycle.ready_model()
 
     @contextlib.contextmanager
@@ -161,12 +154,8 @@ class DeviceThread:
     def submit(self, job: Job | EmbeddingJob, model: LoadedModel | None = None) -> None:
         """Queue a job; the sink receives its events, ending with a final one.
 
-        Args:
-            job: The generation or embedding to compute.
-            model: The model the job was built for; None accepts any loaded model.
-
         Raises:
-            ModelSwapError: no model is ready, or the loaded model is not `model`.
+            ModelSwapError: no model is ready, or the loaded one is not `model` (None accepts any).
             DrainingError: the server is shutting down.
             OverloadedError: the queue is full.
         """
@@ -192,7 +181,6 @@ class DeviceThread:
         self._call_engine(lambda engine: engine.cancel(job_id))
 
     def close_idle(self, agent: str) -> Future[None]:
-        """Close an agent's idle copies; the future resolves once they are closed."""
         return self._call_engine(lambda engine: engine.close_idle(agent))
 
     def reconfigure(self, limits: EngineLimits) -> None:
@@ -201,10 +189,7 @@ class DeviceThread:
         self._call_engine(lambda engine: engine.reconfigure(limits))
 
     def resize(self, nbytes: int) -> Future[None]:
-        """Change the KV cache's memory budget, closing idle copies and evicting blocks to fit.
-
-        The future fails with `PoolExhaustedError` if running requests need more.
-        """
+        """Change the KV cache's budget; fails with `PoolExhaustedError` if requests need more."""
         return self._call_engine(lambda engine: self._resize(engine, nbytes))
 
     def exchange(self, load: Loader | None, *, drain_s: float) -> Future[int]:
@@ -239,7 +224,6 @@ class DeviceThread:
         self._commands.put(Stop())
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end after `request_stop`; returns whether it ended in time."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -288,7 +272,6 @@ class DeviceThread:
         return BackendError(f"{self.detail}; restart the server.")
 
     def _open(self, exchange: Exchange) -> BlockPoolBatchEngine | None:
-        """Load a model; returns None if the exchange names none or loading failed."""
         self._exchange = exchange
         if exchange.load is None:
             self.lifecycle.set_unloaded(exchange)
@@ -346,7 +329,6 @@ class DeviceThread:
         self.lifecycle.note_swapping("unloading")
 
     def _await_exchange(self) -> Exchange | None:
-        """Wait without a model for the next exchange; returns None at shutdown."""
         self._num_cut = 0
         while True:
             match self._taken.popleft() if self._taken else self._commands.get():

@@ -36,13 +36,6 @@ class EmbeddingQueue:
     def __init__(
         self, backend: ModelBackendPort, memory: WorkingMemory, new_ids: Iterator[int]
     ) -> None:
-        """Create an empty queue.
-
-        Args:
-            backend: Computes the hidden states.
-            memory: Reserves memory for sequences; the queue closes idle copies if it is short.
-            new_ids: Yields unused sequence ids.
-        """
         self._backend, self._memory, self._new_ids = backend, memory, new_ids
         self.jobs: deque[EmbeddingJob] = deque()
         self.is_waiting = False
@@ -72,18 +65,13 @@ class EmbeddingQueue:
         return self._end(self.jobs.popleft())
 
     def fail(self, error: SemanticError) -> EventBatch:
-        """Fail all texts; returns their final events."""
         ended, self.jobs = self.jobs, deque()
         for job in ended:
             job.fail(error)
         return [event for job in ended for event in self._end(job)]
 
     def _has_room(self, job: EmbeddingJob, *, may_wait: bool) -> bool:
-        """Open a text's sequence if needed; returns False if it must wait for memory.
-
-        Raises:
-            PoolExhaustedError: memory is short, and no other work will free any.
-        """
+        """Open a text's sequence; False if it must wait, `PoolExhaustedError` if it cannot."""
         if job.seq != NO_SEQUENCE:
             return True
         seq = SequenceId(next(self._new_ids))

@@ -68,16 +68,9 @@ class BlockPoolBatchEngine:
         clock: Clock = monotonic,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create an engine without requests.
+        """Make the engine the backend's only user.
 
-        Args:
-            backend: One loaded model; the engine is its only user.
-            tokenizer: The model's tokenizer.
-            store: Holds sealed blocks and the memory budget.
-            limits: Initial limits; `reconfigure` replaces them.
-            emit: Receives the events of each step.
-            clock: Returns seconds.
-            on_ready: Called on any thread when a pending read completes and a step can proceed.
+        `on_ready` is called on any thread when a pending read completes and a step can proceed.
         """
         self._backend, self._tokenizer, self._store = backend, tokenizer, store
         self._emit, self._clock = emit, clock
@@ -111,7 +104,6 @@ class BlockPoolBatchEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests, launched steps or undelivered events remain."""
         return bool(self._generations or self._launched or self._events or self._embeddings.jobs)
 
     def submit(self, job: Job | EmbeddingJob) -> None:
@@ -149,7 +141,6 @@ class BlockPoolBatchEngine:
         self._scheduler.limits = limits
 
     def draft_with(self, planner: DraftPlanner) -> None:
-        """Replace the planner that decides which rows carry draft tokens."""
         self._planner = self._scheduler.planner = planner
 
     def step(self) -> bool:
@@ -197,7 +188,6 @@ class BlockPoolBatchEngine:
         self._emit_events()
 
     def resize(self, nbytes: int) -> None:
-        """Change the memory budget; see `WorkingMemory.resize_budget`."""
         self._memory.resize_budget(nbytes)
 
     def check_integrity(self) -> None:
@@ -339,7 +329,6 @@ class BlockPoolBatchEngine:
         self._watch.note_row(generation.job.trace, self._last_collect, num_tokens)
 
     def _accept(self, generation: Generation, row: Sampled, draft_index: int | None = None) -> None:
-        """Append a sampled token, emit its text, and finish the reply if the token ends it."""
         self._queue_event(generation, generation.append(row, draft_index, self._tokenizer.eos_ids))
         if (reason := generation.finish_reason(self._backend.spec.max_context)) is not None:
             self._finish(generation, reason)

@@ -26,7 +26,6 @@ class Progress:
         num_rows: Rows of this sequence in steps that are launched and not collected.
         num_draws: How many of those rows sample a token.
         num_reserved: Tokens for which memory is reserved.
-        is_started: Whether a row was ever launched.
         retry_until: After a failed step: run alone until this position is computed.
     """
 
@@ -72,13 +71,10 @@ class Sealing:
     """The blocks that one request has sealed.
 
     Attributes:
-        root: Root of the tenant's block names.
-        block_tokens: Tokens of a full block.
         boundaries: Prompt positions where blocks end.
         chain: Name of the last sealed block.
         num_sealed: Positions whose blocks are sealed.
         last_start: Start of the last block that this request sealed itself.
-        names: Names of the blocks that this request has sealed.
         pointer: Name of the block where the state ends; set when the tail is sealed.
         is_active: False once a block could not be sealed; later blocks are useless without it.
     """
@@ -126,8 +122,6 @@ class PrefixReuse:
         plan: Restorable prefix; valid for the store version and sequence length in `plan_basis`.
         prefetched_parts: Parts prefetched for this request while it waited.
         restore: Loads the prefix; the sequence cannot run until it is done.
-        num_failed_restores: Number of restores that failed on corrupt or unreadable blocks.
-        reuse: Where the prompt's state came from.
     """
 
     plan: RestorePlan | None = None
@@ -140,20 +134,15 @@ class PrefixReuse:
 
     @property
     def is_starved(self) -> bool:
-        """Whether a restore is in progress and only lacks memory for its next part."""
         return self.restore is not None and self.restore.is_starved
 
     def end_restore(self) -> None:
-        """Cancel the restore, if any, and release its parts."""
         if self.restore is not None:
             self.restore.close()
             self.restore = None
 
     def count_reuse(self, reuse: Reuse) -> None:
-        """Record the reuse of the first admission; later calls do nothing.
-
-        A request that is opened again after a preemption resumes state that was counted before.
-        """
+        """Record the first admission only: a preempted request resumes state counted before."""
         if not self._is_counted:
             self._is_counted, self.reuse = True, reuse
 
@@ -164,9 +153,6 @@ class Drafting:
 
     Attributes:
         room: The most draft tokens that the next row may carry.
-        num_sent: Draft tokens sent to the device for verification.
-        num_accepted: How many of those the model accepted.
-        latest: The draft of the last row.
     """
 
     room: int = 0
@@ -192,9 +178,7 @@ class Generation:
         waiting_since: Time of the last service, or of arrival.
         seq: The backend's id while the sequence is open there; a new one each time.
         tokens: Prompt and reply, as far as the host knows them.
-        num_prompt: Tokens of the prompt.
         constraint: The job's constraint, advanced to the end of the reply so far.
-        final: The final event, once the request ended.
     """
 
     job: Job
@@ -230,12 +214,10 @@ class Generation:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether some prompt tokens are not computed yet."""
         return self.progress.num_computed < self.num_prompt
 
     @property
     def is_background(self) -> bool:
-        """Whether interactive requests take precedence over this one."""
         return self.job.service_class is ServiceClass.BACKGROUND
 
     @property
@@ -245,7 +227,6 @@ class Generation:
 
     @property
     def is_last_draw_launched(self) -> bool:
-        """Whether the row that samples the reply's last permitted token is already launched."""
         return self.num_generated + self.progress.num_draws >= self.job.max_tokens
 
     def is_late(self, now: float) -> bool:
@@ -264,7 +245,6 @@ class Generation:
     # -- position -------------------------------------------------------------------------------
 
     def resume(self, num_tokens: int, chain: BlockName, num_sealed: int) -> None:
-        """Start after `num_tokens` tokens whose state was reused instead of computed."""
         self.progress.start_at(num_tokens)
         self.sealing.start_at(num_tokens, chain, num_sealed)
 
@@ -292,7 +272,6 @@ class Generation:
         return Chunk(self.seq, start, known, draw, draft.tokens, draft.masks)
 
     def count_launched(self, chunk: Chunk) -> None:
-        """Count a launched chunk and its draft tokens."""
         self.progress.count_launched(chunk)
         self.drafting.num_sent += len(chunk.draft)
 
@@ -301,10 +280,7 @@ class Generation:
     ) -> TextDelta | None:
         """Add a token to the reply; returns the text that is now safe to emit, if any.
 
-        Args:
-            drawn: The sampled token.
-            draft_index: Its index in the draft; None if it is not a draft token.
-            eos_ids: The model's end-of-sequence tokens.
+        `draft_index` is its index in the draft; None if it is not a draft token.
         """
         self.tokens.append(drawn.token)
         state = None if draft_index is None else self.drafting.accept(draft_index)
@@ -316,7 +292,6 @@ class Generation:
         return None if self._is_ended else self.assembler.feed(drawn.token, drawn.logprob)
 
     def finish_reason(self, max_context: int) -> FinishReason | None:
-        """Return why the reply ends at its last token; None if it continues."""
         if self._is_ended:
             return FinishReason.END_TURN
         if self.assembler.stop is not None:

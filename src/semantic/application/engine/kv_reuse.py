@@ -58,15 +58,7 @@ class PrefixSharing:
         budget: ChunkBudget,
         on_ready: Callable[[], None],
     ) -> None:
-        """Create an instance without open sequences.
-
-        Args:
-            backend: Holds the sequences.
-            store: Holds the sealed blocks.
-            idle: Sequences that stay open after their turn.
-            budget: Supplies the measured prefill cost per token.
-            on_ready: Called on any thread when a read that a request waits for completes.
-        """
+        """`on_ready` is called on any thread when a read that a request waits for completes."""
         self._backend = backend
         self._store = store
         self._on_ready = on_ready
@@ -78,16 +70,12 @@ class PrefixSharing:
     # -- start ----------------------------------------------------------------------------------
 
     def prefetch(self, generation: Generation) -> None:
-        """Begin to read from disk the parts that a queued request will need."""
         parts = self._plan(generation).parts
         begun = self._store.prefetch(parts)
         generation.prefix.prefetched_parts.update(wanted.key for wanted in begun)
 
     def should_wait(self, generation: Generation, running: Sequence[Generation]) -> bool:
-        """Whether an older sequence is computing a prefix that this request can reuse.
-
-        Waiting for it avoids computing the shared prefix twice.
-        """
+        """Whether an older sequence is computing a prefix that this request can reuse."""
         known = None
         for other in running:
             if other.order > generation.order or not other.is_prefilling:
@@ -256,7 +244,6 @@ class PrefixSharing:
         )
 
     def _restart(self, generation: Generation, restore: Restore, error: Exception) -> None:
-        """Reopen a sequence whose blocks could not be loaded."""
         generation.prefix.end_restore()
         again = RestorePlan.nothing(generation.job.root)
         if isinstance(error, CacheCorruptionError):

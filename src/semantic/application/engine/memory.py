@@ -21,12 +21,7 @@ _IDLE_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class IdleCopy:
-    """An open sequence that no request uses.
-
-    Attributes:
-        agent: The agent whose turn computed it.
-        tokens: The token ids whose state it holds.
-    """
+    """An open sequence that no request uses."""
 
     seq: SequenceId
     agent: str
@@ -47,13 +42,11 @@ class IdleCopies:
         return iter(self._copies.values())
 
     def add(self, generation: Generation) -> None:
-        """Add the sequence of an ended request, with the tokens whose state was computed."""
         tokens = generation.tokens[: generation.progress.num_computed]
         job = generation.job
         self._copies[generation.seq] = IdleCopy(generation.seq, job.agent, job.root, tokens)
 
     def remove(self, seq: SequenceId) -> None:
-        """Remove a copy that was closed or taken over by a request."""
         self._copies.pop(seq, None)
 
     def best_for(self, generation: Generation) -> tuple[IdleCopy, int] | None:
@@ -76,9 +69,6 @@ class WorkingMemory:
     """Reserves memory in the pool for open sequences.
 
     It reserves one total for all sequences, since they may share padding.
-
-    Attributes:
-        idle: Sequences that stay open after their turn.
     """
 
     def __init__(self, backend: ModelBackendPort, store: AgentCacheStore) -> None:
@@ -91,7 +81,6 @@ class WorkingMemory:
 
     @property
     def sequences(self) -> set[SequenceId]:
-        """Sequences with a reservation."""
         return set(self._lengths)
 
     def admit(self, seq: SequenceId, num_tokens: int) -> bool:
@@ -118,10 +107,7 @@ class WorkingMemory:
         return self._reserved < before
 
     def resize(self, seq: SequenceId, length: int) -> bool:
-        """Set a sequence's reservation to `length` tokens; 0 releases it.
-
-        Returns False, and changes nothing, if memory is short.
-        """
+        """Reserve `length` tokens for a sequence; False, without a change, if memory is short."""
         lengths = {**self._lengths, seq: length}
         if not length:
             del lengths[seq]
@@ -179,11 +165,7 @@ class WorkingMemory:
     # -- the whole budget -----------------------------------------------------------------------
 
     def resize_budget(self, nbytes: int) -> None:
-        """Change the memory budget, closing idle copies and evicting blocks to fit.
-
-        Raises:
-            PoolExhaustedError: running sequences need more.
-        """
+        """Close idle copies and evict blocks to fit; may raise `PoolExhaustedError`."""
         while True:
             try:
                 self._store.resize(nbytes)
@@ -193,7 +175,6 @@ class WorkingMemory:
                     raise
 
     def longest_that_fits(self) -> int:
-        """Return the tokens of the longest sequence that fits the budget alone."""
         lengths = range(1, self._backend.spec.max_context + 1)
         total = self._store.usage().total
         return bisect_right(lengths, total, key=lambda length: self._backend.bytes_for([length]))

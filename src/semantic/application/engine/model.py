@@ -29,10 +29,7 @@ class LoadedModel:
 
     Attributes:
         fingerprint: Identifies the model; if empty, `id` does.
-        kv_format: Storage format of its sealed KV cache.
-        reply_format: How the model writes thinking and tool calls.
         grammar: Constrains replies to a schema or grammar; None disables this.
-        defaults: Sampling parameters for requests that set none.
     """
 
     id: str
@@ -56,14 +53,10 @@ class LoadedModel:
         return self.fingerprint or self.id, f"{self.backend.traits.kv_abi}/{self.kv_format}"
 
     def root(self, principal: Principal) -> BlockName:
-        """Return the root of a tenant's block names for this model."""
         return BlockNamespace(*self.naming, principal.salt).root()
 
     def text_root(self, principal: Principal) -> BlockName:
-        """Return the root of a tenant's text names for this model.
-
-        It does not depend on the KV format, since token ids are the same in every dtype.
-        """
+        """Independent of the KV format, since token ids are the same in every dtype."""
         return BlockNamespace(self.naming[0], "", principal.salt).root()
 
 
@@ -111,12 +104,7 @@ class LiveRequests:
     """Jobs whose final event has not been emitted. Thread-safe."""
 
     def __init__(self, lock: threading.RLock, emit: EventSink) -> None:
-        """Create an empty set of jobs.
-
-        Args:
-            lock: Protects the jobs; callers hold it to check and add in one piece.
-            emit: Receives the events of live requests.
-        """
+        """Callers hold `lock` to check and add in one piece."""
         self._lock, self._emit = lock, emit
         self._jobs: dict[str, Job | EmbeddingJob] = {}
         self._idle_since = time.monotonic()
@@ -131,7 +119,6 @@ class LiveRequests:
 
     @property
     def idle_s(self) -> float:
-        """Seconds without a live request; 0 while there is one."""
         with self._lock:
             return 0.0 if self._jobs else time.monotonic() - self._idle_since
 
@@ -172,8 +159,6 @@ class SwapReport:
     """Result of a swap.
 
     Attributes:
-        previous: Id of the model served before; None if none was loaded.
-        model: Id of the model served now; None after an unload.
         seconds: Time during which requests had to wait.
         num_cut: Number of requests that were ended early.
     """
@@ -189,11 +174,9 @@ class ModelSwap:
     """A requested swap; `target` is None for an unload.
 
     Attributes:
-        drain_s: Time that running requests get to end.
         step: Human-readable step of the fetch, while the previous model still serves.
         served_after: The model that is served once the exchange has succeeded.
         exchange: The exchange on the device; None while the new model is fetched.
-        done: Resolves to the report.
     """
 
     target: ModelEntry | None
@@ -235,13 +218,10 @@ class ModelLifecycle:
 
     Attributes:
         lock: Held by callers that must read and change the state in one piece.
-        state: The state of the model on the device.
         detail: The current loading step, or the reason for a failure.
         model: The loaded model; None until it is ready.
         longest_sequence: Tokens of prompt and reply that fit in memory; 0 until a model is ready.
         served: The model that is served, or was served last; None before the registry sets it.
-        served_since: When the last swap ended.
-        swap: The swap in progress, if any.
         on_step: Called within the lock for every step of an exchange that belongs to a swap.
     """
 
@@ -290,11 +270,7 @@ class ModelLifecycle:
     # -- swaps ----------------------------------------------------------------------------------
 
     def begin_swap(self, target: ModelEntry | None, drain_s: float) -> ModelSwap:
-        """Record a swap; the loaded model still serves.
-
-        Raises:
-            ConflictError: another swap is in progress.
-        """
+        """Record a swap; the loaded model still serves. `ConflictError` during another swap."""
         with self.lock:
             if self.swap is not None:
                 raise ConflictError(f"a swap is in progress: {self.progress}.", param="model")
@@ -303,7 +279,6 @@ class ModelLifecycle:
 
     @property
     def progress(self) -> str:
-        """Human-readable description of the swap in progress, or else of the model's state."""
         with self.lock:
             if (swap := self.swap) is None:
                 return self.detail
@@ -328,11 +303,9 @@ class ModelLifecycle:
     # -- the device -----------------------------------------------------------------------------
 
     def note_swapping(self, step: str) -> None:
-        """Record a step of an exchange before the next model loads."""
         self._set(ModelState.SWAPPING, step)
 
     def note_loading(self, step: str) -> None:
-        """Record a step of loading a model."""
         self._set(ModelState.LOADING, step)
 
     def set_ready(self, exchange: Exchange, model: LoadedModel, longest_sequence: int) -> None:
@@ -352,16 +325,13 @@ class ModelLifecycle:
             self._complete(exchange)
 
     def drop_model(self) -> None:
-        """Forget the loaded model, which the device is about to unload."""
         with self.lock:
             self.model = None
 
     def fail(self, reason: str) -> None:
-        """Record that loading failed or that the device thread ended with an error."""
         self._set(ModelState.FAILED, reason)
 
     def stop(self) -> None:
-        """Record that the server shuts down; the state does not change any more."""
         self._set(ModelState.STOPPED, "stopped")
 
     def set_hung(self, problem: str) -> bool:

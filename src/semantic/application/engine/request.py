@@ -31,10 +31,8 @@ class Job:
         id: Identifies the request in events and in `cancel`.
         agent: The agent that takes the turn; the scheduler shares the device between agents.
         root: Root of the tenant's block names; only sequences with the same root share state.
-        tokens: The prompt.
         boundaries: Prompt positions where blocks end, so that later requests can resume there.
         sampling: Sampling parameters, with the seed set.
-        stop: Strings and tokens that end the reply.
         max_tokens: The most tokens to generate; prompt and reply together fit the context.
         deadline: Time on the engine's clock after which the request fails; None for no deadline.
         constraint: Restricts the tokens of the reply; the engine advances it.
@@ -42,7 +40,6 @@ class Job:
         max_kept: The most tokens of the conversation to seal; None for no limit.
         prediction: Token ids that the client expects as the reply; a source of draft tokens.
         past: The tenant's conversations from before the model was loaded; a source of draft tokens.
-        trace: Timestamps and progress of the request, for telemetry.
     """
 
     id: str
@@ -70,7 +67,6 @@ class EmbeddingJob:
 
     Attributes:
         result: Resolves to the sum; cancelling it stops the computation.
-        num_done: Tokens computed so far.
         seq: The text's sequence while it is open.
     """
 
@@ -117,10 +113,8 @@ class ReplyState:
     """A reply's tokens and sealed state; emitted right before `Finished`, for the ledger.
 
     Attributes:
-        tokens: The reply's token ids.
         block: The last sealed block; None if nothing was sealed.
         num_sealed: Tokens of prompt and reply whose state was sealed.
-        reuse: Where the prompt's state came from.
     """
 
     tokens: tuple[int, ...]

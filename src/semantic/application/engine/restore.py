@@ -32,7 +32,6 @@ class LoadPace:
         self._seconds_per_byte = 0.0
 
     def observe(self, num_bytes: int, seconds: float) -> None:
-        """Learn from the duration of one `load` call."""
         if num_bytes:
             known = self._seconds_per_byte or seconds / num_bytes
             self._seconds_per_byte = known + _SMOOTHING * (seconds / num_bytes - known)
@@ -55,20 +54,16 @@ class PartSource(Protocol):
         The part's future resolves once it is read.
         """
 
-    def release(self, held: HeldPart) -> None:
-        """Release a part acquired with `acquire`."""
+    def release(self, held: HeldPart) -> None: ...
 
     def lease(self, parts: Sequence[WantedPart]) -> None:
         """Protect the files of parts from deletion until `end_lease`."""
 
-    def end_lease(self, parts: Sequence[WantedPart]) -> None:
-        """Undo `lease`."""
+    def end_lease(self, parts: Sequence[WantedPart]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingPart:
-    """An acquired part that is not loaded yet."""
-
     held: HeldPart
     was_in_memory: bool
 
@@ -85,9 +80,7 @@ class Restore:
     """Loads the parts of a plan into one sequence, in order. Used on the device thread only.
 
     Attributes:
-        plan: The parts to load.
         suspect_parts: After a failure, the parts that may be corrupt.
-        num_bytes: Bytes loaded so far.
     """
 
     def __init__(
@@ -103,12 +96,9 @@ class Restore:
 
         Args:
             seq: An open sequence with no state.
-            plan: The parts to load.
-            source: Supplies the parts.
             prefetched: Parts in memory only because they were prefetched for this sequence; they
                 count as read from disk.
             on_ready: Called on any thread when a pending read completes.
-            pace: Learns how long loading takes.
         """
         self.plan = plan
         self.suspect_parts: list[WantedPart] = []
@@ -129,7 +119,6 @@ class Restore:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `advance` can load a part right now."""
         return bool(self._batch(1))
 
     @property
@@ -180,7 +169,6 @@ class Restore:
     # -- inside ---------------------------------------------------------------------------------
 
     def _read_ahead(self) -> None:
-        """Acquire the next parts within the read-ahead limits and the available memory."""
         self._is_refused = False
         num_bytes = sum(pending.held.nbytes for pending in self._pending)
         while self._wanted:
@@ -216,7 +204,6 @@ class Restore:
         return batch
 
     def _load(self, backend: ModelBackendPort, batch: Sequence[_PendingPart]) -> int:
-        """Load and release parts; returns their bytes."""
         payloads = [self._payload(pending.held) for pending in batch]
         self.suspect_parts = [pending.held.wanted for pending in batch]
         left = [pending.held.wanted for pending in self._pending][len(batch) :] or self._wanted

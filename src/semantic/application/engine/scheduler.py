@@ -74,7 +74,6 @@ class VirtualClock:
         self._served[agent] += num_tokens / weight
 
     def time_of(self, agent: str) -> float:
-        """Return an agent's virtual time: tokens served over weight."""
         return self._served[agent]
 
 
@@ -92,7 +91,6 @@ class ConcurrentScheduler:
 
     Attributes:
         planner: Proposes draft tokens; None disables them.
-        running: Requests whose sequences are open in the backend.
         waiting: Requests that are not admitted yet, or were preempted.
     """
 
@@ -202,10 +200,7 @@ class ConcurrentScheduler:
             budget -= num_tokens
 
     def wants_tokens(self) -> bool:
-        """Whether to collect the tokens being sampled before scheduling the next step.
-
-        The next step's rows can then carry draft tokens that continue them.
-        """
+        """Whether to collect sampled tokens before the next step, so that drafts can follow."""
         if self.planner is None or not self.limits.draft_tokens:
             return False
         rows = [g for g in self.running if g.num_behind == 1 and self._can_run(g)]
@@ -221,11 +216,6 @@ class ConcurrentScheduler:
         return max(self.running, key=lambda g: (g.is_background, g.order))
 
     def check_integrity(self) -> None:
-        """Check the waiting and running lists.
-
-        Raises:
-            AssertionError: the lists are inconsistent.
-        """
         everyone = [*self.waiting, *self.running]
         problems = {
             "a request is listed twice": len({id(g) for g in everyone}) != len(everyone),

@@ -26,11 +26,7 @@ _FIRST_SLOPE = 0.02  # share of a step's time per further token, before any meas
 
 @dataclass(slots=True, eq=False)
 class LaunchedStep:
-    """A step that is launched and not collected.
-
-    Attributes:
-        num_drafted: Draft tokens of all rows.
-    """
+    """A step that is launched and not collected."""
 
     rows: tuple[tuple[Generation, Chunk], ...]
     ticket: Ticket
@@ -62,11 +58,7 @@ class LaunchedStep:
 
 
 class EngineWatch:
-    """Reports durations of steps and tokens to telemetry. Used on the device thread only.
-
-    Attributes:
-        counts: The engine's counters since the start.
-    """
+    """Reports durations of steps and tokens to telemetry. Used on the device thread only."""
 
     def __init__(self, telemetry: TelemetryPort) -> None:
         self.counts = telemetry.counts.engine
@@ -89,7 +81,6 @@ class EngineWatch:
             self._observe(Measure.TOKEN, (now - before) / num_tokens)
 
     def note_end(self, generation: Generation) -> None:
-        """Record how many draft tokens of a reply were sent and accepted."""
         self.counts.drafted_tokens += generation.drafting.num_sent
         self.counts.accepted_tokens += generation.drafting.num_accepted
 
@@ -205,7 +196,6 @@ class ChunkBudget:
         return max(self._rounded(fitting), self.MIN_TOKENS)
 
     def tokens_alone(self, limits: EngineLimits) -> int:
-        """Prompt tokens per step while no sequence decodes."""
         usual = min(self.USUAL, limits.prefill_step_size)
         if not self._ms_per_token:
             return min(self.FIRST, usual)
@@ -215,7 +205,6 @@ class ChunkBudget:
         return max(self._rounded(fitting), min(usual, slowest, least))
 
     def expected_ms(self, num_prompt_tokens: int) -> float:
-        """Expected milliseconds of a step with so many prompt tokens."""
         return self._decode_ms + num_prompt_tokens * self._ms_per_token
 
     def _rounded(self, num_tokens: float) -> int:

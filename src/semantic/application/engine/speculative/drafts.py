@@ -35,7 +35,6 @@ class DraftMatch:
     """Draft tokens and how well they match.
 
     Attributes:
-        tokens: The draft tokens.
         length: Length in tokens of the suffix that matched.
         is_unanimous: Whether all places with a match of this length continue with the same token.
     """
@@ -92,7 +91,6 @@ class TenantMemory:
         return made
 
     def extend(self, conversation: TokenHistory, tokens: Sequence[int]) -> None:
-        """Append tokens to a conversation and index them; mutates it."""
         ids, start = conversation.tokens, len(conversation.tokens)
         ids.extend(tokens)
         if conversation.number in self._conversations:  # else `forget_oldest` dropped it
@@ -118,9 +116,7 @@ class TenantMemory:
     def find_draft(self, tokens: Sequence[int], own: TokenHistory) -> DraftMatch | None:
         """Find draft tokens that may follow `tokens`; None if no n-gram matches.
 
-        Args:
-            tokens: The sequence so far.
-            own: Its conversation, which may lag behind; preferred among equal matches.
+        `own`, their conversation, may lag behind; it is preferred among equal matches.
         """
         for order, size in enumerate(_GRAMS):
             if len(tokens) >= size and (match := self._find(tokens, order, own)):
@@ -194,10 +190,7 @@ class DraftMemory:
         return self._tenants[root]
 
     def shrink(self, used: TenantMemory, kept: TokenHistory) -> None:
-        """Drop the oldest conversations of the least recently used tenant until the rest fits.
-
-        Never drops `kept`, a conversation of `used`.
-        """
+        """Drop the oldest conversations, except `kept`, of the least recently used tenant."""
         while self.nbytes > self._max_bytes:
             root, oldest = next(iter(self._tenants.items()))
             if oldest is not used and not oldest.forget_oldest():

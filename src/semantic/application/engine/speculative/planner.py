@@ -76,7 +76,6 @@ class HitRates:
         }
 
     def rate(self, length: int, *, is_unanimous: bool) -> float:
-        """Return the share of draft tokens that were correct."""
         hits, tries = self._counts[_bound(length), is_unanimous]
         return hits / tries
 
@@ -169,7 +168,6 @@ class AdaptiveDraftPlanner:
 
     Attributes:
         max_draft: The most draft tokens of a row; 0 disables drafting.
-        memory: The past tokens that drafts are taken from.
     """
 
     def __init__(self, traits: Traits, ends: frozenset[int]) -> None:
@@ -185,7 +183,6 @@ class AdaptiveDraftPlanner:
 
     @property
     def num_unread(self) -> int:
-        """Texts waiting to be indexed in `memory`."""
         return len(self._unread)
 
     def plan(self, rows: Sequence[Generation], *, has_prompts: bool) -> dict[int, Draft]:
@@ -263,7 +260,6 @@ class AdaptiveDraftPlanner:
         return max(room, 0)
 
     def _offer(self, row: Generation, *, is_hopeful: bool) -> tuple[Draft, list[float]]:
-        """Return a row's draft and the probability that each prefix of it is correct."""
         reply, limit = self._drafts_of(row), self._room(row)
         reply.catch_up(row.tokens, self._rates)
         if limit < 1 or not (reply.draft or row.constraint):
