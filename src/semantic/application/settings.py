@@ -12,14 +12,7 @@ _T = TypeVar("_T")
 
 
 def _setting(default: _T, description: str, *, is_changeable: bool = True, **bounds: float) -> _T:
-    """Declare a setting.
-
-    Args:
-        default: Its default value.
-        description: One line for the help.
-        is_changeable: Whether the operator may change it while the server runs.
-        bounds: Any of `ge`, `gt` and `le`, as pydantic names them.
-    """
+    """Declare a setting; `bounds` are any of `ge`, `gt` and `le`, as pydantic names them."""
     about = {"description": description, "is_changeable": is_changeable, **bounds}
     return field(default=default, metadata=about)
 

@@ -60,15 +60,10 @@ class ModelGate:
         self._watch: asyncio.Task[None] | None = None
 
     def model_for(self, name: str) -> LoadedModel:
-        """Return the model for a request that cannot wait; see `ModelRegistry.model_for`."""
         return self._models.model_for(name)
 
     async def model(self, name: str) -> LoadedModel:
-        """Wait until a model is loaded, and return it.
-
-        Raises:
-            SemanticError: as for `reply`.
-        """
+        """Wait until a model is loaded, and return it; raises the errors of `reply`."""
         while isinstance(admitted := await self._admit(name), str):
             await self._enqueue(name, admitted).passed
         return admitted
@@ -131,7 +126,6 @@ class ModelGate:
         return request
 
     async def _admit_waiting(self) -> None:
-        """Admit waiting requests whose model is loaded, in order, until the queue is empty."""
         while self._waiting:
             self._waiting = deque(
                 request for request in self._waiting if not self._is_over(request)

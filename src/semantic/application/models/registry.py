@@ -55,17 +55,7 @@ class ModelRegistry:
         names: ModelNames | None = None,
         feed: EventFeed | None = None,
     ) -> None:
-        """Create the registry; `start` starts its thread.
-
-        Args:
-            device: Runs the models; it loads the first one by itself.
-            source: Finds and fetches models.
-            load: Loads a model; called on the device thread.
-            first: The model that the device loads at its start.
-            backend_name: Name of the backend that runs the models.
-            names: Model aliases; None for the default ones.
-            feed: Receives an event for every step of a swap; None disables the events.
-        """
+        """`load` is called on the device thread, which loads `first` by itself."""
         self.policy = SwapPolicy()
         self._device = device
         self._lifecycle = device.lifecycle
@@ -82,7 +72,6 @@ class ModelRegistry:
         self._thread = threading.Thread(target=self._run, name="semantic-models", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that performs swaps and unloads idle models."""
         self._thread.start()
 
     def request_stop(self) -> None:

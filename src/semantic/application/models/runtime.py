@@ -30,16 +30,7 @@ class Runtime:
         set_memory: Callable[[int], None],
         set_log_level: Callable[[str], None],
     ) -> None:
-        """Start with the settings the server was started with.
-
-        Args:
-            settings: Initial values.
-            device: Applies engine limits and the memory budget.
-            models: Applies the swap policy.
-            disk: Applies disk budgets; None if nothing is stored on disk.
-            set_memory: Sets the memory budget, in bytes, of stores created later.
-            set_log_level: Sets the log level.
-        """
+        """`set_memory` sets the memory budget, in bytes, of stores created later."""
         self._settings = settings
         self._device = device
         self._models = models
