@@ -28,7 +28,6 @@ class BlockName(bytes):
 
     @property
     def short(self) -> str:
-        """The first twelve hex digits, for logs and messages."""
         return self.hex()[:12]
 
 

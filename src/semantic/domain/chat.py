@@ -130,7 +130,6 @@ class ToolUsePart:
 
     @property
     def written(self) -> str:
-        """The written part of the arguments of a call that was cut off."""
         return str(self.arguments.get(_UNPARSED, ""))
 
 
@@ -179,7 +178,6 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The text parts, joined."""
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
 

@@ -106,7 +106,6 @@ class ConfigAttributes:
         return self.values.get(name) is not None
 
     def integer(self, name: str, *, minimum: int = 1) -> int:
-        """Return the attribute as an integer; it is required."""
         value = self.values.get(name)
         if value is None:
             raise self.refusal(f"the config has no {name}")

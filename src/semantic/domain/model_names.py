@@ -77,7 +77,6 @@ class ModelNames:
         return next((source for known, source in self.targets if _matches(name, known)), name)
 
     def is_any(self, name: str) -> bool:
-        """Whether a name refers to whichever model is served."""
         is_pattern = any(_matches(name, pattern) for pattern in self.patterns)
         return not name or (is_pattern and self.source(name) == name)
 

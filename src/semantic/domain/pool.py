@@ -69,7 +69,8 @@ class BlockPool:
     """Counts the bytes and holds of parts, within a hard budget.
 
     Thread-safe: every method takes the pool's lock. Every mutation is atomic: a method that raises
-    changes nothing. Methods that may evict return the keys of the evicted parts.
+    changes nothing. Methods that may evict return the keys of the evicted parts, and raise
+    PoolExhaustedError if evicting all idle parts is not enough. Misuse raises ValueError.
     """
 
     def __init__(self, spec: ModelCacheSpec, budget_bytes: int) -> None:
@@ -91,9 +92,6 @@ class BlockPool:
         """Add parts as idle; parts that are already present are only marked as used.
 
         Parts of `chain`, which precede the new ones, are marked as used and not evicted for them.
-
-        Raises:
-            PoolExhaustedError: they do not fit even if all other idle parts are evicted.
         """
         used = [*chain, *sizes]
         with self._lock:
@@ -151,11 +149,7 @@ class BlockPool:
     # -- working bytes ------------------------------------------------------------------------
 
     def reserve(self, nbytes: int) -> list[PartKey]:
-        """Add `nbytes` to the working bytes, evicting idle parts if necessary.
-
-        Raises:
-            PoolExhaustedError: they do not fit even if all idle parts are evicted.
-        """
+        """Add `nbytes` to the working bytes, evicting idle parts if necessary."""
         if nbytes < 0:
             raise ValueError(f"nbytes must not be negative, got {nbytes}")
         with self._lock:
@@ -164,18 +158,13 @@ class BlockPool:
             return evicted
 
     def unreserve(self, nbytes: int) -> None:
-        """Subtract `nbytes` from the working bytes."""
         with self._lock:
             if not 0 <= nbytes <= self._working_bytes:
                 raise ValueError(f"cannot unreserve {nbytes} of {self._working_bytes} bytes")
             self._working_bytes -= nbytes
 
     def resize(self, budget_bytes: int) -> list[PartKey]:
-        """Change the budget, evicting idle parts if necessary.
-
-        Raises:
-            PoolExhaustedError: more than the new budget is held or working.
-        """
+        """Change the budget, evicting idle parts if necessary."""
         with self._lock:
             before, self._budget = self._budget, budget_bytes
             try:

@@ -137,7 +137,6 @@ class ReplyFormat:
     def visible_ids(
         self, special_tokens: Mapping[str, int], *, has_tools: bool
     ) -> Mapping[int, bytes]:
-        """Return the special tokens whose text the parser needs, with that text."""
         return {
             special_tokens[marker]: marker.encode()
             for marker in self.markers(has_tools=has_tools)
@@ -239,6 +238,5 @@ class ReplyShape:
 
     @property
     def is_free(self) -> bool:
-        """Whether no requirement needs to be enforced."""
         has_strict = any(tool.is_strict for tool in self.allowed_tools)
         return self.output is None and not self.must_call and not has_strict

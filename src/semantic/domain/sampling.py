@@ -93,7 +93,6 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether sampling depends on earlier tokens."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -220,7 +219,6 @@ class StopMatcher:
         return held
 
     def _before_stop(self, buffer: str) -> int:
-        """Return the number of characters before a stop string or a possible start of one."""
         found = [(buffer.find(stop), stop) for stop in self._stops if stop in buffer]
         if found:
             start, self.stop = min(found, key=lambda match: (match[0] + len(match[1]), match[0]))

@@ -116,7 +116,6 @@ class ModelCacheSpec:
         return -(-elements * bits // 8)
 
     def tokens_within(self, nbytes: int, bits: int = 16) -> int:
-        """Return the length of the longest context that fits `nbytes`; 0 if none does."""
         lengths = range(self.max_context + 1)
         fitting = bisect_right(lengths, nbytes, key=lambda n: self.bytes_per_context(n, bits))
         return max(0, fitting - 1)

@@ -176,7 +176,6 @@ def _make_device(
 
 
 def _make_tracer(settings: Settings) -> RequestTracer | None:
-    """Make a tracer that exports by OTLP over HTTP on its own thread; None without endpoint."""
     if settings.otel_endpoint is None:
         return None
     try:
@@ -240,7 +239,6 @@ def _prepare_directories(settings: Settings) -> None:
 
 
 def _is_own_home(home: Path) -> bool:
-    """Whether the directory is named `.semantic` or contains only files of the server."""
     try:
         names = {path.name for path in home.iterdir()}
     except OSError:

@@ -44,10 +44,9 @@ class SharedStore(Protocol):
         """Return a function that writes changes; `queue` gets those that need not be immediate."""
 
     def listen(self, hear: Callable[[str, str, str], None]) -> None:
-        """Report agents that other servers move or delete.
+        """Call `hear` with tenant, agent id and turn id of agents that other servers change.
 
-        Args:
-            hear: Called with tenant, agent id and turn id, on a thread of the ledger.
+        The call comes on a thread of the ledger.
         """
 
 

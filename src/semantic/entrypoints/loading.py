@@ -48,11 +48,7 @@ def choose_backend(settings: Settings) -> BackendName:
 
 
 class ModelLoader:
-    """Finds and loads models according to the settings; a `ModelSourcePort`.
-
-    Attributes:
-        first: The model to load at the start.
-    """
+    """Finds and loads models according to the settings; a `ModelSourcePort`."""
 
     def __init__(
         self,
@@ -62,14 +58,7 @@ class ModelLoader:
         telemetry: TelemetryPort,
         origins: Callable[[], Sequence[BlockOrigin]] = lambda: (),
     ) -> None:
-        """Resolve the names of models; loads nothing.
-
-        Args:
-            origins: Returns the models and formats that wrote the stored KV cache.
-
-        Raises:
-            InvalidRequestError: an alias is malformed.
-        """
+        """Resolve the names of models, load none; raises InvalidRequestError for a bad alias."""
         self._settings = settings
         self._backend_name = backend_name
         self._kv_format = kv_format

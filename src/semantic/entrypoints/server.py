@@ -336,11 +336,7 @@ def _tls_context(settings: Settings) -> ssl.SSLContext | None:
 
 
 def _load_certificate(context: ssl.SSLContext, settings: Settings) -> None:
-    """Load the certificate and its key into a context; new connections use them.
-
-    Raises:
-        InvalidRequestError: the files are unreadable, malformed or do not match.
-    """
+    """Load the certificate and its key into a context; new connections use them."""
     certificate, key = settings.tls_cert, settings.tls_key
     assert certificate is not None and key is not None  # noqa: S101, PT018 - see the settings
     try:
@@ -420,7 +416,6 @@ def _banner(server: Server, url: str) -> str:
 
 
 def _announce(server: Server, http: uvicorn.Server, failures: list[str]) -> None:
-    """Print when the model is ready, or stop the server if it failed to load."""
     started = time.monotonic()
     while server.device.state is ModelState.LOADING:
         time.sleep(0.05)

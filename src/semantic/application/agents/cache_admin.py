@@ -168,7 +168,7 @@ class CacheService:
         return self._cache().upkeep.prefetch(agent)
 
     def evict(self, principal: Principal, agent_id: str, *, is_cold: bool) -> StateView:
-        """Evict the blocks that only this agent uses, and its idle sequences, from memory.
+        """Evict blocks that only this agent uses, and its idle sequences; `is_cold` from disk too.
 
         Raises:
             ModelSwapError: no model is loaded, or the device is busy.
@@ -258,7 +258,6 @@ class CacheService:
         return self._cache().store.watch.changes(since, limit)
 
     def overview(self) -> CacheOverview:
-        """Return all statistics, summed over all tenants."""
         cache = self._cache()
         usage = cache.store.usage()
         counters, pressure = self.sample()

@@ -140,7 +140,6 @@ class Subscription:
         return None
 
     def close(self) -> None:
-        """Unsubscribe; idempotent."""
         self._feed.drop(self)
 
     def end(self) -> None:
@@ -173,11 +172,7 @@ class EventFeed:
             reader.put(event)
 
     def subscribe(self, tenant: str) -> Subscription:
-        """Subscribe to the events of a tenant's agents from now on.
-
-        Raises:
-            OverloadedError: the feed has `max_readers` subscribers.
-        """
+        """Subscribe to the events of a tenant's agents; raises OverloadedError at `max_readers`."""
         subscription = Subscription(tenant, self, self._capacity)
         with self._lock:
             if len(self._readers) >= self._max_readers:
@@ -188,7 +183,6 @@ class EventFeed:
         return subscription
 
     def drop(self, subscription: Subscription) -> None:
-        """Remove a subscription; does nothing if it is not in the feed."""
         with self._lock:
             if subscription in self._readers:
                 self._readers.remove(subscription)

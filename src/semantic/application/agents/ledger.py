@@ -77,7 +77,8 @@ class AgentLedger:
     """All agents of one data directory, or of one ledger shared by several servers. Thread-safe.
 
     Methods raise AgentNotFoundError if the agent or turn that they name does not exist, unless they
-    return None then.
+    return None then. Methods that create or change agents raise QuotaExceededError if the result
+    exceeds the tenant's disk quota.
 
     Attributes:
         leases: Leases on agents, needed to move their heads; None on a single server.
@@ -130,7 +131,6 @@ class AgentLedger:
         return Principal(known.id, known.salt)
 
     def principals(self) -> list[Principal]:
-        """Return all tenants that this process knows."""
         with self._lock:
             return [Principal(tenant.id, tenant.salt) for tenant in self._tenants.values()]
 
@@ -159,7 +159,6 @@ class AgentLedger:
 
         Raises:
             ConflictError: the tenant already has an agent with this id.
-            QuotaExceededError: the agent and its turns exceed the tenant's disk quota.
         """
         with self._changes:
             if self.find_agent(agent.tenant, agent.id) is not None:
@@ -172,11 +171,7 @@ class AgentLedger:
             return self._put(agent, None)
 
     def update(self, tenant: str, agent_id: str, edit: Callable[[Agent], Agent]) -> Agent:
-        """Change an agent's settings; its id, tenant, head and number of turns stay.
-
-        Raises:
-            QuotaExceededError: the change exceeds the tenant's disk quota.
-        """
+        """Change an agent's settings; its id, tenant, head and number of turns stay."""
         with self._changes:
             known = self.get(tenant, agent_id)
             edited = replace(edit(known), head=known.head, num_turns=known.num_turns)
@@ -190,7 +185,6 @@ class AgentLedger:
 
         Raises:
             ConflictError: a new id is taken, or occurs twice.
-            QuotaExceededError: the new agents exceed the tenant's disk quota.
         """
         with self._changes:
             source = self.get(tenant, agent_id)

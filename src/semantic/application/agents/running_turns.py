@@ -48,11 +48,7 @@ class RunningTurn:
 
 
 class TurnWatch:
-    """Reports the start and end of turns to the feed and to telemetry. Thread-safe.
-
-    Attributes:
-        counts: Outcomes of requests since the start of the server.
-    """
+    """Reports the start and end of turns to the feed and to telemetry. Thread-safe."""
 
     def __init__(self, feed: EventFeed, telemetry: TelemetryPort) -> None:
         self.counts = telemetry.counts.requests
@@ -182,11 +178,7 @@ class TurnLanes:
 
     @contextlib.contextmanager
     def lane(self, tenant: str, agent_id: str) -> Iterator[TurnLane]:
-        """Enter an agent's lane, and count as one of its turns until the context ends.
-
-        Raises:
-            OverloadedError: `max_waiting` turns wait already.
-        """
+        """Enter an agent's lane as one of its turns; raises OverloadedError if too many wait."""
         key = (tenant, agent_id)
         num_waiting = sum(lane.num_turns - 1 for lane in self._lanes.values())
         if key in self._lanes and num_waiting >= self._max_waiting:
@@ -201,11 +193,7 @@ class TurnLanes:
                 del self._lanes[key]
 
     async def wait(self, lane: TurnLane) -> None:
-        """Wait for the agent's earlier turns and acquire the lane's lock.
-
-        Raises:
-            GenerationTimeoutError: they took longer than the timeout.
-        """
+        """Acquire the lane's lock; raises GenerationTimeoutError if earlier turns take too long."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await lane.lock.acquire()

@@ -72,7 +72,6 @@ class AgentService:
             return self._view(made), True
 
     def get(self, principal: Principal, agent_id: str) -> AgentView:
-        """Return an agent, its latest turn ids, and where its KV cache is."""
         agent = self._agents.get(principal.tenant, agent_id)
         return replace(self._view(agent), history=self._history(agent, _SHOWN_TURNS))
 
@@ -102,7 +101,6 @@ class AgentService:
     def fork(
         self, principal: Principal, agent_id: str, new_ids: Sequence[str], turn_id: str | None
     ) -> tuple[AgentView, ...]:
-        """Create agents with the same history, up to `turn_id` if given; all or none."""
         with self._agents.log.settled():
             made = self._agents.fork(principal.tenant, agent_id, new_ids, turn_id)
             for agent in made:

@@ -47,12 +47,7 @@ class StorageQuota:
     """
 
     def __init__(self, ledger: LedgerPort, quota: Callable[[str], int | None]) -> None:
-        """Create the counters; a tenant is counted on first use.
-
-        Args:
-            quota: Returns a tenant's quota in bytes, None for no limit. The result may change at
-                any time.
-        """
+        """Start without counts; the result of `quota`, in bytes, may change at any time."""
         self._ledger = ledger
         self._quota = quota
         self._lock = threading.Lock()  # never held across I/O

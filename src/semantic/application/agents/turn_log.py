@@ -180,7 +180,6 @@ class TurnLog:
         return turn is not None and turn.is_durable
 
     def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
-        """Return where a turn ended, without reading its messages; None if it does not exist."""
         held = self._unwritten(tenant, turn_id)
         if held is not None:
             return TurnPlace(held.num_tokens, held.pointer)
@@ -198,7 +197,6 @@ class TurnLog:
         return found
 
     def ancestry(self, tenant: str, head: str | None, until: str) -> Iterator[str]:
-        """Yield the ids of the turns that lead to `head`, latest first, ending with `until`."""
         while head is not None:
             with self._lock:
                 parent = self._parents.get((tenant, head), _UNKNOWN)
@@ -273,7 +271,6 @@ class TurnLog:
     def _back_to(
         self, tenant: str, head: str | None, is_first: Callable[[Turn], bool]
     ) -> list[Turn]:
-        """Return the turns from the latest one that satisfies `is_first` to `head`, in order."""
         found: list[Turn] = []
         while head is not None:
             page = self.turns(tenant, head, _PAGE)

@@ -180,10 +180,6 @@ class Upkeep:
         return freed + self._drop_boundaries(before)
 
     def _collect_shared(self, shared: SharedBlocksPort, before: float, age_s: float) -> int:
-        """Delete unused local copies, and shared parts that no agent reaches.
-
-        Only one server at a time deletes shared parts.
-        """
         freed = self._collector.drop_orphans((), unused_since=before)
         if self._files is not None:
             freed += self._files.empty_quarantine(before=before)

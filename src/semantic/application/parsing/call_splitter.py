@@ -70,7 +70,6 @@ class CallNumbers:
         return [self.start(name), *self.delta(arguments), self.end()]
 
     def cut(self, name: str, arguments: JsonObject) -> list[Event]:
-        """Return the events of a call that was cut off, with its complete arguments."""
         written = json.dumps(arguments, ensure_ascii=False)
         return [self.start(name), *self.delta(written.removesuffix("}"))]
 
@@ -97,12 +96,7 @@ class CallSplitter(Splitter):
         *,
         must_call: bool = False,
     ) -> None:
-        """Start in the state for text.
-
-        Args:
-            must_call: The reply must be a call; so a cut-off reply that begins like one is dropped
-                instead of emitted as text.
-        """
+        """Start in the state for text; `must_call` drops a cut-off reply that begins as a call."""
         super().__init__()
         self._must_call = must_call
         self._is_surely_call = False  # if the reply is cut off in the head, drop it
@@ -163,7 +157,6 @@ class CallSplitter(Splitter):
         return [*given, *(self._abandon() if is_final else [])]
 
     def _find_opener(self) -> tuple[int, int] | None:
-        """Return where a call may begin, and the length of the marker before its head."""
         text = self._pending.text
         stripped = text.lstrip()
         if self._leading and stripped.startswith(self._leading):

@@ -26,10 +26,7 @@ class PendingText:
             self._logprobs.append((self._end, delta.logprobs))
 
     def take(self, size: int) -> list[TextDelta]:
-        """Remove `size` characters and return them with the tokens that end in them.
-
-        Returns an empty list if there is no text.
-        """
+        """Remove `size` characters and return them with the tokens that end in them."""
         text, logprobs = self.text[:size], self._cut(size)
         return [TextDelta(text, logprobs)] if text else []
 
@@ -61,16 +58,11 @@ class Splitter:
         self._is_cut = False  # the reply ended before the model finished it
 
     def feed(self, delta: TextDelta) -> list[Event]:
-        """Add text; returns the events that are certain now."""
         self._pending.feed(delta)
         return self._run(is_final=False)
 
     def finish(self, *, is_cut: bool) -> list[Event]:
-        """Decide the remaining text at the end of the reply.
-
-        Args:
-            is_cut: The model did not end the reply itself; for example, `max_tokens` did.
-        """
+        """Decide the remaining text; `is_cut` if the model did not end the reply itself."""
         self._is_cut = is_cut
         return self._run(is_final=True)
 
@@ -177,7 +169,6 @@ class ThinkingSplitter(Splitter):
         return True
 
     def _thought(self, size: int) -> list[Event]:
-        """Emit thinking up to `size`; whitespace at its end stays pending."""
         size = len(self._pending.text[:size].rstrip())
         text = self._pending.drop(size)
         self._has_thought = self._has_thought or bool(text)

@@ -121,11 +121,7 @@ class Composer:
         self._described = lru_cache(maxsize=4096)(self._describe)
 
     def compose(self, request: ChatRequest, today: date | None = None) -> TemplateInput:
-        """Convert a request to the template's input.
-
-        Raises:
-            InvalidRequestError: this model does not support a part of a message.
-        """
+        """Convert a request; raises InvalidRequestError if the model does not support a part."""
         num_leading = num_leading_system(request.messages)
         functions = tuple(self._function(tool) for tool in request.tools if not tool.is_deferred)
         texts = [

@@ -70,7 +70,6 @@ class Prompt:
     num_begun: int = 0
 
     def followed_by(self, beginning: Sequence[int]) -> "Prompt":
-        """Return the prompt extended by the beginning of its reply."""
         tokens = (*self.tokens, *beginning)
         boundaries = tuple(sorted({*self.boundaries, len(tokens)}))
         return replace(self, tokens=tokens, boundaries=boundaries, num_begun=len(beginning))
@@ -198,7 +197,6 @@ class Renderer:
         head: "hashlib._Hash",
         replays: TenantReplays,
     ) -> int:
-        """Walk up to the last known reply, inserting sampled tokens; returns how many replies."""
         digest, num_digested, num_replayed = PromptDigest(replays.root), 0, 0
         places = list(self._reply_places(conversation, head.copy()))
         limits = [place.start for place in places[1:]] + [sys.maxsize]
@@ -282,7 +280,6 @@ def _invalid_field(request: ChatRequest) -> str:
 
 
 def _head_digest(conversation: TemplateInput, root: bytes) -> "hashlib._Hash":
-    """Hash the tenant's root and all input of the template except the messages."""
     today = conversation.today and conversation.today.isoformat()
     head = [conversation.functions, conversation.head, today, conversation.is_thinking]
     return hashlib.sha256(root + json.dumps(head).encode() + b"\n")
@@ -310,10 +307,6 @@ class FrozenDates:
         """Return the date that a prompt shows: the current date in an agent's first turn.
 
         Changes nothing: `keep` stores the date once the turn is logged.
-
-        Args:
-            root: Identifies tenant and model; part of the key that the date is stored under.
-            request: Names its agent, or is identified by the messages before its first reply.
         """
         # A conversation without a reply is new, even if an older one began with the same messages.
         key = None if _is_new(request) else _key_of(root, request)
@@ -321,7 +314,6 @@ class FrozenDates:
         return date.fromordinal(kept[0]) if kept else self._today()
 
     def keep(self, root: bytes, request: ChatRequest, day: date) -> None:
-        """Store the date that a request's prompt showed, for later turns of its conversation."""
         key = _key_of(root, request)
         if _is_new(request) or self._store.lookup(key) is None:
             self._store.remember(key, (day.toordinal(),))

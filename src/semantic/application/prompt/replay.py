@@ -40,11 +40,7 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[K, V]):
-    """Values by key; evicts the least recently used. Thread-safe.
-
-    Attributes:
-        weight: Total weight of all entries.
-    """
+    """Values by key; evicts the least recently used. Thread-safe."""
 
     def __init__(self, max_weight: int, weigh: Callable[[K, V], int] = lambda *_: 1) -> None:
         self.weight = 0

@@ -150,10 +150,7 @@ class RunEncoder:
         )
 
     def of_tenant(self, root: bytes) -> "RunEncoder":
-        """Return a view for one tenant.
-
-        It never hits entries of other tenants, whose text could otherwise be inferred from timing.
-        """
+        """Return a view for one tenant, so that timing reveals no other tenant's text."""
         made = copy.copy(self)
         made._root = root
         return made
@@ -204,7 +201,6 @@ class TokenWalk:
         return self._runs.encode(run, is_start=self.position == 0)
 
     def find_special(self, tokens: Set[int], start: int, end: int) -> TextSpan | None:
-        """Return the first of these special tokens that starts within ``[start, end)``."""
         for span in itertools.islice(self._spans, self._next, None):
             if span.start >= end:
                 return None

@@ -123,7 +123,6 @@ class _Probe:
     def shows(
         self, *messages: JsonObject, words: Sequence[str] = (), has_tools: bool = False
     ) -> bool:
-        """Whether all contents, or the given words, appear in order in the rendered text."""
         text, position = self.text(messages, has_tools=has_tools), 0
         for word in words or [str(message["content"]) for message in messages]:
             found = text.find(word, position)

@@ -21,15 +21,7 @@ class Access:
         principal: Callable[[str], Principal],
         on_loaded: Callable[[KeyRing], None] = lambda _: None,
     ) -> None:
-        """Load the keys.
-
-        Args:
-            principal: Finds a tenant, or creates it with its own salt.
-            on_loaded: Called with the keys and limits whenever they were loaded.
-
-        Raises:
-            InvalidRequestError: the keys cannot be read.
-        """
+        """Load the keys; raises InvalidRequestError if they cannot be read."""
         self._load = load
         self._principal = principal
         self._on_loaded = on_loaded
@@ -54,17 +46,13 @@ class Access:
         self._on_loaded(ring)
 
     def limits(self) -> RateLimits | None:
-        """Return the rate limits; None while nothing is limited."""
         return self._limits if self.ring.has_limits else None
 
     def authenticate(self, secrets: Iterable[str]) -> Principal:
-        """Return the principal of a request.
-
-        Args:
-            secrets: The keys that the request sent; clients may send two.
+        """Return the principal of a request, whose client may send two keys.
 
         Raises:
-            AuthenticationError: none of them is valid. The message does not reveal the cause.
+            AuthenticationError: no key is valid. The message does not reveal the cause.
         """
         ring = self.ring
         if not ring.is_guarded:

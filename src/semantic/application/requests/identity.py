@@ -203,11 +203,7 @@ class Identities:
     def __init__(
         self, agents: AgentLedger, new_hash: Callable[[], "hashlib._Hash"] = hashlib.sha256
     ) -> None:
-        """Start with no known conversations.
-
-        Args:
-            new_hash: Creates the hash of a prompt; must be the one `conversation_digest` uses.
-        """
+        """Start empty; `new_hash` must create the hash that `conversation_digest` uses."""
         self._agents = agents
         self._new_hash = new_hash
         self._lock = threading.Lock()  # held for a few lookups in memory, never to hash a prompt
@@ -243,11 +239,7 @@ class Identities:
         return found
 
     def note(self, tenant: str, agent_id: str, turn: Turn, last_tokens: Sequence[int] = ()) -> None:
-        """Remember the end of a conversation, to recognise a prompt that continues it.
-
-        Args:
-            last_tokens: The last tokens, for a turn whose tokens are not stored.
-        """
+        """Remember the end of a conversation; `last_tokens` if the turn's tokens are not stored."""
         key = (tenant, turn.digest)
         with self._lock:
             ending = self._endings.get(key)
@@ -306,7 +298,6 @@ class Identities:
     def _known(
         self, tenant: str, tokens: Sequence[int], num_head: int, claim: Claim
     ) -> Identity | None:
-        """Return the agent with the longest conversation that is a prefix of the prompt."""
         for key, turns in self._matches(tenant, tokens, num_head):
             found = self._choose(key, turns, claim)
             if found is not None:

@@ -70,11 +70,7 @@ class RateLimits:
         self._running: Counter[str] = Counter()
 
     def admit(self, principal: Principal) -> "Admission":
-        """Count a request, before any work is done for it.
-
-        Raises:
-            RateLimitedError: a rate limit or the limit of concurrent replies is reached.
-        """
+        """Count a request before any work for it; raises RateLimitedError if a limit is reached."""
         limit = self._ring().policy(principal.tenant).max_concurrent
         if limit is not None and self._running[principal.tenant] >= limit:
             raise RateLimitedError(
@@ -87,7 +83,6 @@ class RateLimits:
         return Admission(self, principal, scopes)
 
     def leave(self, tenant: str) -> None:
-        """Decrement the tenant's count of concurrent replies, which `admit` incremented."""
         self._running[tenant] -= 1
         if not self._running[tenant]:
             del self._running[tenant]
@@ -155,7 +150,6 @@ class RateLimits:
         return bucket
 
     def _forget_full(self, now: float) -> None:
-        """Remove the full buckets of agents; if none is full, the oldest half of them."""
         agents = [key for key in self._buckets if key[0] == "agent"]
         used = []
         for key in agents:
@@ -180,11 +174,7 @@ class Admission:
         self._is_open = True
 
     def charge(self, agent_id: str | None, num_prompt: int) -> None:
-        """Charge the prompt's tokens, and a request to its agent; None if it has no agent.
-
-        Raises:
-            RateLimitedError: a rate limit of the agent is reached.
-        """
+        """Charge prompt tokens, and a request to the agent, if any; may raise RateLimitedError."""
         if agent_id is not None:
             agent = self._limits.agent_scope(self._principal, agent_id)
             self._limits.take_request([agent])

@@ -254,7 +254,6 @@ class PastConversations:
 def _shape(
     request: ChatRequest, prompt: Prompt, model: LoadedModel
 ) -> tuple[Mapping[int, bytes], ReplyShape]:
-    """Return the special tokens that count as text in the reply, and the reply's form."""
     is_plain = prompt.has_tool_markup or request.raw_prompt is not None
     reply_format = ReplyFormat() if is_plain else model.reply_format
     visible = reply_format.visible_ids(model.tokenizer.special_ids, has_tools=bool(request.tools))
@@ -339,7 +338,6 @@ def _raw_tokens(prompt: RawPrompt, model: LoadedModel) -> tuple[int, ...]:
 
 
 def _tail(prompt: Prompt, model: LoadedModel, visible: Mapping[int, bytes]) -> str:
-    """Decode the end of a prompt, including markers that are special tokens."""
     pieces = (
         visible.get(token) or model.tokenizer.token_bytes(token)
         for token in prompt.tokens[-_TAIL_TOKENS:]
@@ -376,12 +374,7 @@ class PreparationThreads:
         num_threads: int = NUM_THREADS,
         start: Callable[[Callable[[], None]], None] = _start_thread,
     ) -> None:
-        """Start with all slots free.
-
-        Args:
-            timeout_s: The longest wait for a slot, and then for the work.
-            start: Runs work in a new thread; raises `RuntimeError` if none can be started.
-        """
+        """Start with all slots free; `timeout_s` bounds the wait for a slot, and then the work."""
         self._start = start
         self._timeout_s = timeout_s
         self._num_threads = num_threads
@@ -390,7 +383,6 @@ class PreparationThreads:
 
     @property
     def problem(self) -> str:
-        """Problem to report in `/health`; empty if there is none."""
         if len(self._late) < self._num_threads:
             return ""
         return (

@@ -78,7 +78,6 @@ class LiveReply:
 
         Args:
             log: Logs the reply; awaited before the reader gets the final event.
-            thinking: Counts the tokens of thinking; None if the model does not think.
             beginning: The beginning of the message, given by the client; not sent as an event.
         """
         self.state: ReplyState | None = None
@@ -102,7 +101,6 @@ class LiveReply:
         self._end_hooks.append(hook)
 
     def push(self, event: Event) -> None:
-        """Parse an event of the engine and queue the result for the reader."""
         for parsed in self._parsed(event):
             self._add(parsed)
 
@@ -163,10 +161,7 @@ class LiveReply:
         return events
 
     def _add(self, event: Event) -> None:
-        """Queue an event for the reader, joined with the previous one where possible.
-
-        Drops events after the final one.
-        """
+        """Queue an event, joined with the last one if possible; nothing follows the final event."""
         if self._is_ended:
             return
         if isinstance(event, Finished | Failed):
@@ -232,7 +227,6 @@ class ReplyHub:
 
     @property
     def num_open(self) -> int:
-        """Number of replies that have not received their final event."""
         return len(self._replies)
 
     def open(self, request_id: str, reply: LiveReply) -> None:
@@ -241,7 +235,6 @@ class ReplyHub:
         self._replies[request_id] = reply
 
     def discard(self, request_id: str) -> None:
-        """Stop routing events of a request, for example because it could not be queued."""
         self._replies.pop(request_id, None)
 
     def emit(self, events: EventBatch) -> None:

@@ -23,12 +23,7 @@ class ThinkingCounter:
     def __init__(
         self, markers: Markers, piece: Callable[[int], bytes], *, is_open: bool = False
     ) -> None:
-        """Start before the first token.
-
-        Args:
-            piece: Returns a token's text, including that of markers that are special tokens.
-            is_open: The prompt ends inside thinking.
-        """
+        """Start before the first token; `piece` also returns the text of special tokens."""
         # A token may end inside a character, so bytes stand for characters.
         as_bytes = Markers(_latin(markers.start.encode()), _latin(markers.end.encode()))
         self._splitter = ThinkingSplitter(as_bytes, is_open=is_open, sign=str)
@@ -71,13 +66,7 @@ class ThinkingBudget:
         vocab_size: int,
         inner: TokenConstraint | None = None,
     ) -> None:
-        """Start before the first token.
-
-        Args:
-            budget: Maximum tokens of thinking before the end marker is forced.
-            way_out: The tokens of the end marker.
-            inner: Another constraint on the reply; it takes precedence in a conflict.
-        """
+        """Start before the first token; `way_out` is the end marker, `inner` takes precedence."""
         self._budget = budget
         self._thinking = thinking
         self._way_out = tuple(way_out)

@@ -183,11 +183,7 @@ class ShardedBackend(DoneTickets):
         return self._each(name, [arguments] * len(self._links))
 
     def _each(self, name: str, arguments: Sequence[tuple[object, ...]]) -> list[Answer]:
-        """Call every rank, and wait for all answers.
-
-        Raises:
-            DeviceLostError: a rank has exited, or the ranks disagree.
-        """
+        """Call every rank and wait; raises DeviceLostError if one has exited or they disagree."""
         if self._lost:
             raise DeviceLostError(self._lost)
         try:
@@ -242,11 +238,7 @@ class ShardedBackend(DoneTickets):
         return replace(chunk, tokens=(token,))
 
     def _divided(self, part: KVPayload) -> list[KVPayload]:
-        """Split a payload into each rank's share; equal forms, so all ranks accept it or none.
-
-        Raises:
-            CacheCorruptionError: the abi differs, or the shares have different forms.
-        """
+        """Split a payload into each rank's share; equal forms, so all ranks accept it or none."""
         if part.abi != self._traits.kv_abi:
             raise CacheCorruptionError(f"a payload of {part.abi} cannot be loaded")
         by_rank: list[list[HostBuffer]] = [[] for _ in self._links]

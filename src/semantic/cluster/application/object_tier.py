@@ -38,11 +38,7 @@ class ObjectTier:
         *,
         grace_s: float = GRACE_S,
     ) -> None:
-        """Start with no uploads or downloads.
-
-        Args:
-            grace_s: Seconds from marking an object as dead to deleting it; longer than any request.
-        """
+        """Start idle; a dead object is deleted after `grace_s`, longer than any request."""
         self._files = files
         self._objects = objects
         self._index = index

@@ -35,7 +35,6 @@ class SharedAgents:
         return list(self._ledger.agents(tenant))
 
     def known(self) -> list[Agent]:
-        """Return the agents this process used recently, whose KV cache it may hold."""
         with self._lock:
             return list(self._seen.values())
 

@@ -117,7 +117,6 @@ class _Ranks:
         backend: Literal["torch", "mlx"],
         hint: ComputeHint,
     ) -> Sequence[Connection]:
-        """Start local ranks, wait until all have joined, and have each load its shard."""
         settings = self._settings
         host, port = _address(settings.shard_listen) if settings.shard_listen else (_LOOPBACK, 0)
         key = settings.shard_key or secrets.token_hex()
@@ -235,7 +234,6 @@ class RankListener:
             prove.start()
 
     def _shut(self, most: int) -> None:
-        """Close connections past their deadline, and the oldest until `most` are left."""
         while self._proving and (
             len(self._proving) > most or self._proving[0][1] < time.monotonic()
         ):

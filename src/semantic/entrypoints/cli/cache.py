@@ -200,7 +200,6 @@ class _Cache:
         }
 
     def _verify_ledger(self) -> bool:
-        """Read all agents and turns; restore the ledger from its backup if it is damaged."""
         if self._tell_problem():
             return False
         damaged = [agent for agent in self.state.agents if not self._is_sound(agent)]
@@ -255,7 +254,6 @@ class _Cache:
 
     @contextmanager
     def _upkeep(self, orphan_ttl_s: float = inf) -> Iterator[tuple[AgentCacheStore, Upkeep]]:
-        """The server's own maintenance of the directory; writes its changes at the end."""
         disk = DiskTier(self.files, self.ledger, DiskLimits(0, 0))
         agents = AgentLedger(self.ledger, self.state, disk.change)
         store = AgentCacheStore(BlockPool(_SPEC, 0), disk, on_moved=agents.log.move)

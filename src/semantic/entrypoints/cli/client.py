@@ -32,7 +32,10 @@ class ServerError(SemanticError):
 
 
 class ServerClient:
-    """A connection to one server; a context manager that closes it on exit."""
+    """A connection to one server; a context manager that closes it on exit.
+
+    Methods raise ServerError if the server refuses a request, does not answer, or disconnects.
+    """
 
     def __init__(self, url: str, key: str | None = None) -> None:
         """Configure the client; sends no request.
@@ -64,11 +67,7 @@ class ServerClient:
         self._http.close()
 
     def call(self, method: str, path: str, **options: Any) -> Json:
-        """Send a request and return the JSON of its response; empty if that has no body.
-
-        Raises:
-            ServerError: the server refused the request, or did not answer.
-        """
+        """Send a request and return the JSON of its response; empty if that has no body."""
         with self._answers():
             response = self._http.request(method, path, **options)
             self._check(response)
@@ -89,11 +88,7 @@ class ServerClient:
             query[cursor] = page["next"]
 
     def events(self, method: str, path: str, **options: Any) -> Generator[Json, None, None]:
-        """Yield the JSON of each event of a stream; closing the iterator disconnects.
-
-        Raises:
-            ServerError: the server refused the request, or the connection broke.
-        """
+        """Yield the JSON of each event of a stream; closing the iterator disconnects."""
         with self._answers(), self._http.stream(method, path, **options) as response:
             self._check(response)
             for line in response.iter_lines():

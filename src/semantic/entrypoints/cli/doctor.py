@@ -141,7 +141,6 @@ def _processor(_: Settings) -> Iterator[Finding]:
 
 
 def _kernels(settings: Settings) -> Iterator[Finding]:
-    """Check the native library; compiles it if necessary."""
     from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 
     if choose_backend(settings) != "torch":
@@ -186,7 +185,6 @@ def _disk(settings: Settings) -> Iterator[Finding]:
 
 
 def _nearest(path: Path) -> Path:
-    """The directory, or its nearest parent that exists."""
     return next(one for one in (path, *path.parents) if one.is_dir())
 
 
@@ -241,7 +239,6 @@ def _model(settings: Settings) -> Iterator[Finding]:
 
 
 def _kv_cache(settings: Settings) -> Iterator[Finding]:
-    """Compare the format of the model's stored KV cache with that of the next start."""
     model, cache_dir = _model_directory(settings), settings.effective_cache_dir
     if model is None or not cache_dir.is_dir():
         return
