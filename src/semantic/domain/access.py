@@ -73,7 +73,6 @@ class TenantPolicy:
     Attributes:
         weight: Its share of the device, relative to other tenants.
         disk_bytes: Limit for agents and turns, and separately for the KV cache of each model.
-        max_concurrent: Replies generated at the same time.
         key_rate: Rate of each key without a rate of its own.
     """
 
@@ -91,7 +90,6 @@ class ApiKey:
 
     Attributes:
         id: Its public name; reveals nothing about the secret.
-        digest: See `secret_digest`.
         is_admin: Whether it grants access to operations that affect all tenants.
         rate: Replaces its tenant's `key_rate`.
     """

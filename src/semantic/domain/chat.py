@@ -266,7 +266,6 @@ class Continuation:
     Attributes:
         turn_id: The latest turn; None before the first.
         is_edited: Whether the messages before the new ones differ from those of that turn.
-        num_dropped: Messages dropped to make room.
         min_room: Tokens that must be left for the reply; otherwise the request is refused.
         epoch: Epoch of the lease on the agent; None where no lease is needed.
     """

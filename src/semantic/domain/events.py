@@ -14,7 +14,6 @@ class Usage:
     Attributes:
         prompt_tokens: All tokens of the prompt, reused ones included.
         completion_tokens: Tokens generated, the end token included.
-        cache_read_tokens: Prompt tokens whose KV cache was reused.
         cache_creation_tokens: Prompt tokens computed in this turn and kept for later.
         accepted_prediction_tokens: Draft tokens that were accepted into the reply.
     """

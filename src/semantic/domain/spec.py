@@ -32,7 +32,6 @@ class ModelCacheSpec:
         model_type: The architecture as named in the config; for a multimodal model, its text part.
         layers: First to last.
         vocab_size: Token ids are less than this.
-        max_context: The longest sequence that the model supports.
     """
 
     model_type: str

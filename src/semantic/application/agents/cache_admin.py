@@ -65,7 +65,6 @@ class CacheUse:
 
     Attributes:
         disk: Everything in the directory: blocks of all models, quarantine, ledger and backup.
-        queue: Data queued for writing.
     """
 
     memory: PoolUsage

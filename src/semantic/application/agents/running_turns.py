@@ -33,7 +33,6 @@ class RunningTurn:
     Attributes:
         state: `queued`, `prefill` or `decoding`.
         computed_tokens: Prompt tokens whose KV cache is available, reused or computed.
-        age_s: Seconds since the request was received.
     """
 
     agent_id: str

@@ -56,7 +56,6 @@ class JsonArguments:
 
         Args:
             text: The characters that the last call did not read, followed by new ones.
-            is_final: No more text follows.
 
         Returns:
             How many characters were read, and the text they add to the arguments.

@@ -39,7 +39,6 @@ class TemplateTraits:
         is_alternating: Two consecutive messages of one role are refused.
         has_tools: Tools are shown before the first user message, calls and results at their
             position.
-        has_parallel_calls: A message may contain more than one call.
         wants_short_ids: Call ids must consist of nine letters and digits.
         keeps_loop_thinking: Thinking since the last user message is shown.
         keeps_old_thinking: Thinking before the last user message is shown.

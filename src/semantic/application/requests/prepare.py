@@ -49,9 +49,7 @@ class PreparedRequest:
     """A request that is ready to be queued.
 
     Attributes:
-        thinking: Counts the tokens of thinking; None if the model does not think.
         day: The date shown in the prompt; None if it shows none.
-        num_begun: Tokens at the end of the prompt that are the beginning of the reply.
     """
 
     request: ChatRequest

@@ -30,7 +30,6 @@ class Answer:
         value: Printed as JSON with `--json`.
         shown: Printed otherwise.
         note: Printed to standard error, without `--json` only.
-        status: The exit status.
     """
 
     value: object
