@@ -1,5 +1,6 @@
 """Records which source files run, on all threads, to compare the documents with what happens."""
 
+import gc
 import inspect
 import re
 import sys
@@ -16,7 +17,8 @@ class CallProfile:
     """Records the files of the package whose functions are called within a ``with`` block.
 
     Only threads that start inside the block are recorded, besides the thread that enters it.
-    Importing a module does not count.
+    Importing a module does not count. The garbage collector rests meanwhile: it would run
+    finalisers of earlier tests.
     """
 
     def __init__(self, under: Sequence[str] = ()) -> None:
@@ -40,6 +42,8 @@ class CallProfile:
         self._files.clear()
 
     def __enter__(self) -> "CallProfile":
+        gc.collect()
+        gc.disable()
         threading.setprofile(self._note)
         sys.setprofile(self._note)
         return self
@@ -52,6 +56,7 @@ class CallProfile:
     ) -> None:
         threading.setprofile(None)
         sys.setprofile(None)
+        gc.enable()
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
