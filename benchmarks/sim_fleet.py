@@ -47,25 +47,25 @@ DEVICES = {
     # "The server on one H200, over HTTP", last column: hot 0.051 s, cold 1.40, pool 0.17 and
     # disk (page cache) 0.41 s for 30,720 tokens. Bytes: EXP-001.
     "h200": Device(
-        "8B in bfloat16 on one H200",
-        0.051,
-        (1.40 - 0.051) / 30720,
-        (0.17 - 0.051) / 30720,
-        (0.41 - 0.051) / 30720,
-        131072,
-        40,
-        30.0,
+        title="8B in bfloat16 on one H200",
+        turn_s=0.051,
+        prefill_s=(1.40 - 0.051) / 30720,
+        memory_s=(0.17 - 0.051) / 30720,
+        disk_s=(0.41 - 0.051) / 30720,
+        token_bytes=131072,
+        agents=40,
+        think_s=30.0,
     ),
     # "Agent memory, SmolLM2-135M", 4,096 tokens: hot 0.095 s, cold 4.36, pool 0.19, disk 0.205.
     "arm": Device(
-        "135M on two Neoverse N1 cores",
-        0.095,
-        (4.36 - 0.095) / 4096,
-        (0.19 - 0.095) / 4096,
-        (0.205 - 0.095) / 4096,
-        23040,
-        10,
-        300.0,
+        title="135M on two Neoverse N1 cores",
+        turn_s=0.095,
+        prefill_s=(4.36 - 0.095) / 4096,
+        memory_s=(0.19 - 0.095) / 4096,
+        disk_s=(0.205 - 0.095) / 4096,
+        token_bytes=23040,
+        agents=10,
+        think_s=300.0,
     ),
 }
 
