@@ -27,7 +27,7 @@ from semantic.adapters.outbound.backends.torch.attention import ChunkSpan, Torch
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions, WeightsOption
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
-from semantic.adapters.outbound.models.gguf import starter_gguf
+from semantic.adapters.outbound.models.gguf.importing import starter_gguf
 from semantic.adapters.outbound.models.source import LocalModelSource
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.backend import Chunk, SequenceId

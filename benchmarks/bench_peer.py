@@ -30,7 +30,7 @@ from benchmarks.common import serving
 from benchmarks.peer import peer_path, peer_serving
 from benchmarks.report import Report, run
 from benchmarks.systems import System
-from semantic.adapters.outbound.models.gguf import starter_gguf
+from semantic.adapters.outbound.models.gguf.importing import starter_gguf
 
 SCENARIOS = ("one", "eight", "prefill", "workflow")
 CONDITIONS = ("quiet", "busy")

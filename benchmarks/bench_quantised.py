@@ -23,7 +23,7 @@ from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.backends.torch import cpu
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.backends.torch.reading import load_grouped
-from semantic.adapters.outbound.models.gguf import import_gguf, starter_gguf
+from semantic.adapters.outbound.models.gguf.importing import import_gguf, starter_gguf
 
 NUM_TOKENS, MAX_DIVERGENCE = 256, 1e-3
 GPT_OSS = {

@@ -77,7 +77,7 @@ def ours(num_agents: int, *, has_memory: bool) -> System:
 def llama_cpp(num_agents: int, num_tokens: int) -> System:
     """Create llama.cpp's server on the same file, with a slot per agent (`make peer` builds it)."""
     from benchmarks import peer  # noqa: PLC0415 - it may not be built
-    from semantic.adapters.outbound.models.gguf import starter_gguf  # noqa: PLC0415 - imports torch
+    from semantic.adapters.outbound.models.gguf.importing import starter_gguf  # noqa: PLC0415 - imports torch
 
     @contextlib.contextmanager
     def start(home: Path) -> Iterator[str]:

@@ -18,7 +18,7 @@ from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.backends.torch.native.library import Library
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.backends.torch.reading import load_grouped
-from semantic.adapters.outbound.models.gguf import import_gguf
+from semantic.adapters.outbound.models.gguf.importing import import_gguf
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import LayerKind, ModelCacheSpec

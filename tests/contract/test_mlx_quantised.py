@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from benchmarks.gpt_oss_file import TOKENS, write_gpt_oss
 from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.adapters.outbound.backends.torch.reading import load_grouped
-from semantic.adapters.outbound.models.gguf import import_gguf
+from semantic.adapters.outbound.models.gguf.importing import import_gguf
 from tests.contract.conftest import make_mlx, require_mlx
 from tests.contract.driver import check_batch, prompt
 from tests.contract.models import TinyModel, spec_of

@@ -12,12 +12,12 @@ import pytest
 
 from semantic.adapters.outbound.models import source as model_source
 from semantic.adapters.outbound.models.catalogue import ModelCatalogue
-from semantic.adapters.outbound.models.gguf import STARTER_FILE
+from semantic.adapters.outbound.models.gguf.importing import STARTER_FILE
 from semantic.adapters.outbound.models.source import LocalModelSource
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 from semantic.domain.model_names import ModelNames, served_id
-from tests.unit.adapters.outbound.models.test_gguf import Tiny
+from tests.unit.adapters.outbound.models.gguf.test_importing import Tiny
 
 pytestmark = pytest.mark.integration
 

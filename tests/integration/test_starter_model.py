@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from semantic.adapters.outbound.backends.torch.reading import load_grouped
-from semantic.adapters.outbound.models.gguf import starter_gguf
+from semantic.adapters.outbound.models.gguf.importing import starter_gguf
 
 pytestmark = pytest.mark.integration
 

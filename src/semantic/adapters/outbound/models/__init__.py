@@ -1,9 +1,8 @@
 """Model directories with config, weights and tokenizer, and where they come from.
 
 1. `catalogue.py` lists the models on this machine and whether they fit into memory.
-2. `source.py` finds a model by path, name or Hugging Face id. `gguf.py` converts a GGUF file into
-   a model directory once: `gguf_file.py` reads its configuration, `gguf_weights.py` its weights,
-   `gguf_tokenizer.py` its tokenizer.
+2. `source.py` finds a model by path, name or Hugging Face id. `gguf/` converts a GGUF file
+   into a model directory once.
 3. `fingerprint.py` identifies the model by its files, so that stored KV cache is never used with
    another; `compute_choices.py` stores the dtype that was chosen for it on this machine;
    `generation_config.py` reads its recommended sampling parameters.

@@ -19,7 +19,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from tqdm.auto import tqdm
 
-from semantic.adapters.outbound.models.gguf import (
+from semantic.adapters.outbound.models.gguf.importing import (
     STARTER_DISTRIBUTION,
     STARTER_FILE,
     import_gguf,

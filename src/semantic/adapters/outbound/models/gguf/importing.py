@@ -1,6 +1,6 @@
 """Converts a GGUF file, once, into an ordinary Hugging Face model directory.
 
-Quantised weights stay quantised (see `gguf_weights`), q and k rows are restored to Hugging Face's
+Quantised weights stay quantised (see `weights`), q and k rows are restored to Hugging Face's
 order, and configuration and tokenizer are rebuilt from the file's metadata. Unsupported content is
 rejected by name. This module needs neither a backend nor torch; the directory has the layout of
 mlx-lm.
@@ -24,7 +24,7 @@ from safetensors import serialize_file
 from tqdm import tqdm
 
 from semantic.adapters.outbound.models.generation_config import GENERATION_CONFIG
-from semantic.adapters.outbound.models.gguf_file import (
+from semantic.adapters.outbound.models.gguf.header import (
     OUTPUT,
     ROPE_FACTORS,
     GgufFile,
@@ -34,8 +34,8 @@ from semantic.adapters.outbound.models.gguf_file import (
     read_shape,
     read_vocabulary,
 )
-from semantic.adapters.outbound.models.gguf_tokenizer import write_tokenizer
-from semantic.adapters.outbound.models.gguf_weights import (
+from semantic.adapters.outbound.models.gguf.vocabulary import write_tokenizer
+from semantic.adapters.outbound.models.gguf.weights import (
     Stored,
     read_floats,
     read_tensor,

@@ -1,7 +1,7 @@
 """Reads sizes, configuration and vocabulary from a GGUF file's metadata.
 
 All metadata keys are read here. Values that have no counterpart in Hugging Face's files, or that
-may not be computed the same way, are rejected by name. `gguf_weights` converts the weights.
+may not be computed the same way, are rejected by name. `weights` converts the weights.
 """
 
 import math
@@ -14,8 +14,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from semantic.adapters.outbound.models.gguf_tokenizer import GgufVocabulary
-from semantic.adapters.outbound.models.gguf_weights import (
+from semantic.adapters.outbound.models.gguf.vocabulary import GgufVocabulary
+from semantic.adapters.outbound.models.gguf.weights import (
     GROUP,
     group_bits,
     is_grouped,

@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType as Kind
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semantic.adapters.outbound.models.gguf_weights import (
+from semantic.adapters.outbound.models.gguf.weights import (
     GROUP,
     Stored,
     group_bits,

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from semantic.adapters.outbound.backends.torch.grouped import GroupedWeight
-from semantic.adapters.outbound.models.gguf import (
+from semantic.adapters.outbound.models.gguf.importing import (
     import_gguf,
     progress_bar,
     starter_gguf,
