@@ -1,8 +1,9 @@
-"""Reads the layers of a model from its ``config.json``.
+"""Reads the layers of a model from its ``config.json``, as far as that tells them.
 
 A model family is data: a reader for each of its layer types, a rule that yields the types if the
 config does not list them, and the defaults that published configs omit. Other model types are read
-by the attributes that nearly all models share, or refused if these would be misleading.
+by the attributes that nearly all models share. Where these are missing or would be misleading, the
+layers are unknown until a backend has loaded the model and reads them from the library's caches.
 
 This module does not deal with bytes, blocks or backends; `semantic.domain.spec` computes sizes.
 """
@@ -41,7 +42,7 @@ class LayerSpec:
         kind: Decides which of the numbers below are set; the others are 0.
         num_kv_heads: FULL and WINDOW.
         key_dim: Per head.
-        value_dim: Per head.
+        value_dim: Per head; 0 in caches of keys alone, such as the index of MiniMax M3.
         window: WINDOW: number of tokens needed before a boundary.
         state_elements: STATE: numbers kept per sequence, independent of its length.
 
@@ -58,16 +59,16 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         has_kv = self.kind is not LayerKind.STATE
-        for name, value, is_used in (
-            ("num_kv_heads", self.num_kv_heads, has_kv),
-            ("key_dim", self.key_dim, has_kv),
-            ("value_dim", self.value_dim, has_kv),
-            ("window", self.window, self.kind is LayerKind.WINDOW),
-            ("state_elements", self.state_elements, not has_kv),
+        for name, value, is_used, minimum in (
+            ("num_kv_heads", self.num_kv_heads, has_kv, 1),
+            ("key_dim", self.key_dim, has_kv, 1),
+            ("value_dim", self.value_dim, has_kv, 0),
+            ("window", self.window, self.kind is LayerKind.WINDOW, 1),
+            ("state_elements", self.state_elements, not has_kv, 1),
         ):
-            if is_used and value < 1:
+            if is_used and value < minimum:
                 raise ValueError(
-                    f"{name} of a {self.kind.value} layer must be positive, got {value}"
+                    f"{name} of a {self.kind.value} layer must be at least {minimum}, got {value}"
                 )
             if not is_used and value != 0:
                 raise ValueError(f"{name} of a {self.kind.value} layer must be 0, got {value}")
@@ -78,12 +79,37 @@ class LayerSpec:
         return self.state_elements + num_kept * self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
+class UnknownLayersError(Exception):
+    """A config does not tell the layers of its model."""
+
+
+_TEXT_PARTS = ("text_config", "language_config", "llm_config")  # of multimodal configs
+_OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "num_transformer_layers"),
+    "hidden_size": ("n_embd", "d_model", "dim", "model_dim"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("n_head_kv", "n_kv_heads", "num_kv_heads"),
+    "max_position_embeddings": (
+        "n_positions",
+        "n_ctx",
+        "max_seq_len",
+        "max_seq_length",
+        "max_sequence_length",
+        "max_context_length",
+        "seq_length",
+        "model_max_length",
+    ),
+    "vocab_size": ("padded_vocab_size", "n_vocab"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ConfigAttributes:
     """The language model's part of a ``config.json``, with its family's defaults.
 
-    Every method raises InvalidRequestError, which names the attribute, if a value is missing or
-    invalid. An explicit null overrides a default, as it does when models are built.
+    Every method raises InvalidRequestError, which names the attribute, if a value is invalid. An
+    explicit null overrides a default, as it does when models are built. Attributes may have the
+    older names of `_OTHER_NAMES`.
     """
 
     model_type: str
@@ -91,27 +117,44 @@ class ConfigAttributes:
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
-        """Read a config, descending into ``text_config`` if a multimodal config has one."""
-        model_type, inner = config.get("model_type"), config.get("text_config")
+        """Read a config, descending into the text part of a multimodal one."""
+        model_type = config.get("model_type")
+        part = next((part for part in _TEXT_PARTS if config.get(part) is not None), "")
+        inner = config.get(part)
         if isinstance(inner, Mapping):
             return cls.from_config({**inner, "model_type": inner.get("model_type") or model_type})
         if not isinstance(model_type, str) or not model_type:
             raise InvalidRequestError("the model's config has no model_type", param="model")
-        attributes = cls(model_type, {**_family(model_type).defaults, **config})
+        older = {
+            name: config[other]
+            for name, others in _OTHER_NAMES.items()
+            for other in others[::-1]
+            if config.get(other) is not None
+        }
+        attributes = cls(model_type, {**_family(model_type).defaults, **older, **config})
         if inner is not None:
-            raise attributes.refusal("text_config must be an object")
+            raise attributes.refusal(f"{part} must be an object")
         return attributes
 
     def is_set(self, name: str) -> bool:
         return self.values.get(name) is not None
 
     def integer(self, name: str, *, minimum: int = 1) -> int:
+        """Return a number.
+
+        Raises:
+            UnknownLayersError: it is missing, or differs by layer.
+        """
         value = self.values.get(name)
-        if value is None:
-            raise self.refusal(f"the config has no {name}")
+        if value is None or isinstance(value, list):
+            raise UnknownLayersError
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.refusal(f"{name} must be an integer of at least {minimum}, got {value!r}")
         return value
+
+    def integer_or(self, name: str, default: int) -> int:
+        """Return a number, or the default if the config has none."""
+        return self.integer(name) if self.is_set(name) else default
 
     def flag(self, name: str, *, default: bool) -> bool:
         value = self.values[name] if self.is_set(name) else default
@@ -125,9 +168,8 @@ class ConfigAttributes:
             return None
         if not isinstance(listed, list | tuple):
             raise self.refusal(f"layer_types must be a list, got {listed!r}")
-        num_layers = self.integer("num_hidden_layers")
-        if len(listed) != num_layers:
-            raise self.refusal(f"layer_types has {len(listed)} entries for {num_layers} layers")
+        if len(listed) != self.integer("num_hidden_layers"):
+            raise UnknownLayersError
         return [str(entry) for entry in listed]
 
     def refusal(self, reason: str) -> InvalidRequestError:
@@ -137,23 +179,29 @@ class ConfigAttributes:
 def read_layers(attributes: ConfigAttributes) -> tuple[LayerSpec, ...]:
     """Read a model's layers, first to last; ``layer_types`` overrides the family's rule.
 
-    A layer that keeps two kinds of state yields two entries.
+    A layer that keeps two kinds of state yields two entries. The result is empty if the config does
+    not tell the layers.
 
     Raises:
-        InvalidRequestError: An attribute is missing or invalid, or the state that this model keeps
-            between tokens is unknown.
+        InvalidRequestError: An attribute is invalid.
     """
+    try:
+        return _read_layers(attributes)
+    except UnknownLayersError:
+        return ()
+
+
+def _read_layers(attributes: ConfigAttributes) -> tuple[LayerSpec, ...]:
     family = _family(attributes.model_type)
-    if family is _FALLBACK:
-        _refuse_unlike_others(attributes)
+    if family is _FALLBACK and _is_unlike_others(attributes):
+        raise UnknownLayersError
     types = attributes.layer_types()
     if types is None:
         num_layers = attributes.integer("num_hidden_layers")
         types = [family.rule(attributes, index) for index in range(num_layers)]
     types = [part for layer_type in types for part in family.parts.get(layer_type, (layer_type,))]
-    unknown = sorted(set(types) - set(family.readers))
-    if unknown:
-        raise attributes.refusal(f"layer type {unknown[0]!r} is not supported")
+    if not family.readers.keys() >= set(types):
+        raise UnknownLayersError
     by_type = {layer_type: family.readers[layer_type](attributes) for layer_type in set(types)}
     return tuple(by_type[layer_type] for layer_type in types)
 
@@ -164,10 +212,7 @@ def _head_dim(attributes: ConfigAttributes) -> int:
     hidden_size = attributes.integer("hidden_size")
     num_heads = attributes.integer("num_attention_heads")
     if hidden_size % num_heads:
-        raise attributes.refusal(
-            f"the config has no head_dim, and hidden_size {hidden_size} is not a multiple of "
-            f"num_attention_heads {num_heads}"
-        )
+        raise UnknownLayersError
     return hidden_size // num_heads
 
 
@@ -243,6 +288,8 @@ def _sliding_if_used(attributes: ConfigAttributes, index: int) -> str:
 
 
 def _sliding_by_pattern(attributes: ConfigAttributes, index: int) -> str:
+    if isinstance(attributes.values.get("sliding_window_pattern"), str):  # such as "LLLG"
+        raise UnknownLayersError
     return _SLIDING if (index + 1) % attributes.integer("sliding_window_pattern") else _FULL
 
 
@@ -260,25 +307,21 @@ def _sliding_by_what_is_set(attributes: ConfigAttributes, index: int) -> str:
     return _SLIDING
 
 
-# Prefixes of config keys in models with a recurrent state or an unusual shape of keys and values.
+# Prefixes of config keys in models with a recurrent state or an unusual shape of keys and values:
+# the attributes that most models share would misdescribe them.
 _RECURRENT = ("mamba", "ssm_", "rwkv", "recurrent", "hybrid", "state_size", "lru_", "conv_L_cache")
 _LINEAR_LAYERS = ("linear_attn", "linear_attention", "linear_num", "linear_conv", "attn_type_list")
-_BLOCK_LISTS = ("block_types", "layers_block_type")
+_BLOCK_LISTS = ("block_types", "block_configs", "layers_block_type")
 _LATENT_OR_SHARED = ("kv_lora_rank", "num_kv_shared", "global_head_dim", "attention_chunk_size")
-_FEWER_HEADS = ("multi_query", "num_kv_heads")
-_UNLIKE_OTHERS = _RECURRENT + _LINEAR_LAYERS + _BLOCK_LISTS + _LATENT_OR_SHARED + _FEWER_HEADS
+_OTHER_HEADS = ("multi_query", "attn_config")
+_UNLIKE_OTHERS = _RECURRENT + _LINEAR_LAYERS + _BLOCK_LISTS + _LATENT_OR_SHARED + _OTHER_HEADS
 _RECURRENT_TYPES = ("mamba", "rwkv", "recurrent", "hybrid", "linear")
 
 
-def _refuse_unlike_others(attributes: ConfigAttributes) -> None:
-    """Refuse models that the shared attributes would misdescribe: replies would be wrong."""
-    if any(word in attributes.model_type for word in _RECURRENT_TYPES):
-        raise attributes.refusal("recurrent models of this type are not supported")
-    for key in sorted(attributes.values):
-        if key.startswith(_UNLIKE_OTHERS) and attributes.values[key]:
-            raise attributes.refusal(
-                f"models with {key} are not supported: their KV cache geometry is unknown"
-            )
+def _is_unlike_others(attributes: ConfigAttributes) -> bool:
+    return any(word in attributes.model_type for word in _RECURRENT_TYPES) or any(
+        key.startswith(_UNLIKE_OTHERS) and bool(value) for key, value in attributes.values.items()
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,15 @@
 """The size of a model's KV cache: layers, heads, dimensions and bytes.
 
+A model's config tells most of it, for planning; what holds is the spec of the loaded model, which
+its backend reads from the caches of the library that runs it.
+
 Byte counts cover the payload only; the codec of a quantized format accounts for its scales.
 """
 
+import hashlib
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Self
 
 from semantic.domain.model_families import ConfigAttributes, LayerKind, LayerSpec, read_layers
@@ -22,6 +26,7 @@ __all__ = [
 DEFAULT_BLOCK_TOKENS = 256
 
 _BITS = (4, 8, 16, 32)
+_UNSTATED_CONTEXT = 32_768  # for configs that state no context length, such as Mamba's
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +35,8 @@ class ModelCacheSpec:
 
     Attributes:
         model_type: The architecture as named in the config; for a multimodal model, its text part.
-        layers: First to last.
-        vocab_size: Token ids are less than this.
+        layers: First to last; empty if only the loaded model tells them.
+        vocab_size: Token ids are less than this; 0 if only the loaded model tells it.
     """
 
     model_type: str
@@ -41,21 +46,19 @@ class ModelCacheSpec:
     block_tokens: int = DEFAULT_BLOCK_TOKENS
 
     def __post_init__(self) -> None:
-        if not self.layers:
-            raise ValueError("a model must have at least one layer")
-        for name, value in (
-            ("vocab_size", self.vocab_size),
-            ("max_context", self.max_context),
-            ("block_tokens", self.block_tokens),
+        for name, value, minimum in (
+            ("vocab_size", self.vocab_size, 1 if self.layers else 0),
+            ("max_context", self.max_context, 1),
+            ("block_tokens", self.block_tokens, 1),
         ):
-            if value < 1:
-                raise ValueError(f"{name} must be positive, got {value}")
+            if value < minimum:
+                raise ValueError(f"{name} must be at least {minimum}, got {value}")
 
     @classmethod
     def from_config(
         cls, config: Mapping[str, object], *, block_tokens: int = DEFAULT_BLOCK_TOKENS
     ) -> Self:
-        """Read a model's parsed ``config.json``.
+        """Read a model's parsed ``config.json``, as far as it tells the geometry.
 
         >>> spec = ModelCacheSpec.from_config({
         ...     "model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576,
@@ -66,18 +69,42 @@ class ModelCacheSpec:
         (30, 23040, 11520000)
 
         Raises:
-            InvalidRequestError: An attribute is missing or invalid, or the state that this model
-                keeps between tokens is unknown.
+            InvalidRequestError: The config has no model type, or an attribute is invalid.
             ValueError: ``block_tokens`` is not positive.
         """
         attributes = ConfigAttributes.from_config(config)
+        vocab_size = attributes.integer_or("vocab_size", 0)
         return cls(
             model_type=attributes.model_type,
-            layers=read_layers(attributes),
-            vocab_size=attributes.integer("vocab_size"),
-            max_context=attributes.integer("max_position_embeddings"),
+            layers=read_layers(attributes) if vocab_size else (),
+            vocab_size=vocab_size,
+            max_context=attributes.integer_or("max_position_embeddings", _UNSTATED_CONTEXT),
             block_tokens=block_tokens,
         )
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the layers are known; if not, the backend completes the spec."""
+        return bool(self.layers)
+
+    def completed(self, layers: Iterable[LayerSpec], vocab_size: int = 0) -> Self:
+        """Return the spec of the loaded model.
+
+        Args:
+            layers: What the library that runs the model keeps, first to last.
+            vocab_size: Used if the config states none.
+        """
+        return replace(self, layers=tuple(layers), vocab_size=self.vocab_size or vocab_size)
+
+    def layout_tag(self, planned: Self) -> str:
+        """Return a suffix of the KV ABI for layers that differ from those that the config tells.
+
+        Backends and versions of their libraries may keep different geometries of one model. The ABI
+        is part of every block name, so KV cache of one geometry is never used with another.
+        """
+        if self.layers == planned.layers:
+            return ""
+        return f".g{hashlib.sha256(repr(self.layers).encode()).hexdigest()[:8]}"
 
     @property
     def num_layers(self) -> int:

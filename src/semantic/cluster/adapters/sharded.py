@@ -48,6 +48,12 @@ def share_of(spec: ModelCacheSpec, num_ranks: int) -> ModelCacheSpec:
     Raises:
         InvalidRequestError: the model's attention cannot be divided by this number.
     """
+    if not spec.is_known:
+        raise InvalidRequestError(
+            f"{spec.model_type} cannot be split into shards: its config does not tell how many KV "
+            "heads each layer has. Run it without shards.",
+            param="shards",
+        )
     if any(_is_indivisible(layer, num_ranks) for layer in spec.layers):
         heads = ", ".join(str(n) for n in sorted({layer.num_kv_heads for layer in spec.layers}))
         raise InvalidRequestError(

@@ -259,6 +259,8 @@ def load_model(
     Raises:
         InvalidRequestError: this backend cannot run the model.
     """
+    if not spec.is_known:
+        raise refusal(spec, "its config does not tell the layers. Use --backend mlx.")
     if any(layer.kind is LayerKind.STATE for layer in spec.layers):
         raise InvalidRequestError(
             f"{spec.model_type} has recurrent layers, which the torch backend cannot run; "
