@@ -229,12 +229,49 @@ def test_tuned_layers_compute_the_same(
 # -- models it cannot run -----------------------------------------------------------------------
 
 
-def test_a_geometry_that_is_not_the_models_is_refused(mlx_model: GetModel) -> None:
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (),
+        (LayerSpec(LayerKind.FULL, 2, 16, 16),) * 2,
+        (LayerSpec(LayerKind.FULL, 2, 8, 8),),
+        (LayerSpec(LayerKind.STATE, state_elements=4),) * 2,
+    ],
+)
+def test_the_librarys_caches_tell_the_geometry(
+    mlx_model: GetModel, layers: tuple[LayerSpec, ...]
+) -> None:
     model = mlx_model("llama")
-    layer = LayerSpec(LayerKind.FULL, num_kv_heads=2, key_dim=16, value_dim=16)
-    for layers in [(layer, layer), (layer,), (LayerSpec(LayerKind.STATE, state_elements=4),) * 2]:
-        with pytest.raises(InvalidRequestError, match="cannot run llama"):
-            make_mlx(replace(model, spec=replace(model.spec, layers=layers)))
+    planned = replace(model, spec=replace(model.spec, layers=layers))
+    backend = make_mlx(planned)
+    assert backend.spec == model.spec
+    # KV cache that was written for the planned layers has another name.
+    assert backend.traits.kv_abi == f"mlx.v1.float32{model.spec.layout_tag(planned.spec)}"
+    assert backend.traits.kv_abi != "mlx.v1.float32"
+    backend.shutdown()
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"num_attention_heads": None}, "its config.json lacks num_attention_heads"),
+        ({"intermediate_size": 40}, "its weights do not match its config.json"),
+        ({"num_hidden_layers": 3}, "its weights do not match its config.json"),
+        ({"rope_scaling": {"rope_type": "odd"}}, "mlx-lm cannot build or run it; the log has"),
+    ],
+)
+def test_refusals_are_in_our_words(
+    mlx_model: GetModel, tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    shutil.copytree(mlx_model("llama").directory, tmp_path / "copy")
+    path = tmp_path / "copy" / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    config = {name: value for name, value in config.items() if value is not None}
+    path.write_text(json.dumps(config))
+    with pytest.raises(InvalidRequestError, match="cannot run llama") as refused:
+        make_mlx(TinyModel(tmp_path / "copy", ModelCacheSpec.from_config(config)))
+    assert said in refused.value.message
+    assert refused.value.message.endswith("or another model.")
 
 
 def test_a_model_the_library_does_not_know_is_refused(mlx_model: GetModel, tmp_path: Path) -> None:

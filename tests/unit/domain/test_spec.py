@@ -437,7 +437,11 @@ def test_misleading_attributes_leave_the_layers_unknown(changes: Config) -> None
 @pytest.mark.parametrize(
     "kind, dims, said",
     [
-        (LayerKind.FULL, (0, 64, 64, 0, 0), "num_kv_heads of a full layer must be at least 1, got 0"),
+        (
+            LayerKind.FULL,
+            (0, 64, 64, 0, 0),
+            "num_kv_heads of a full layer must be at least 1, got 0",
+        ),
         (LayerKind.FULL, (8, -1, 64, 0, 0), "key_dim of a full layer must be at least 1, got -1"),
         (LayerKind.FULL, (8, 64, -1, 0, 0), "value_dim .* must be at least 0"),
         (LayerKind.FULL, (8, 64, 64, 128, 0), "window of a full layer must be 0, got 128"),

@@ -18,7 +18,7 @@ import mlx.core as mx
 from semantic.adapters.outbound import host_memory
 from semantic.adapters.outbound.backends.common import SequenceBackend, make_rows
 from semantic.adapters.outbound.backends.mlx import loading, payloads
-from semantic.adapters.outbound.backends.mlx.caches import capacity_for, geometry_mismatch
+from semantic.adapters.outbound.backends.mlx.caches import UnsupportedCacheError, capacity_for
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda import kernels
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import Transfer
@@ -64,19 +64,22 @@ class MlxBackend(SequenceBackend[MlxSequence]):
     """`ModelBackendPort` over a directory that mlx-lm can load."""
 
     def __init__(self, loaded: MlxModel) -> None:
-        spec = loaded.spec
         try:
             self._runner = MlxRunner(loaded.model, loaded.make_caches)
-        except _DEVICE_ERRORS as error:
-            raise loading.refusal(spec, str(error)) from error
+        except UnsupportedCacheError as error:
+            raise loading.refusal(loaded.spec, str(error)) from error
+        except loading.LIBRARY_ERRORS as error:
+            raise loading.library_refusal(loaded.spec, error) from error
         layout = self._runner.layout
-        if reason := geometry_mismatch(layout.parts, spec.layers):
-            raise loading.refusal(spec, reason)
-        kept = next((p for p in layout.parts if p.kind is not LayerKind.STATE), layout.parts[0])
+        spec = loaded.spec.completed(layout.layers, self._runner.vocab_size)
+        if loaded.spec.is_known and spec.layers != loaded.spec.layers:
+            _LOG.info("mlx-lm keeps other layers of %s than its config tells", spec.model_type)
+        held = [part for part in layout.parts if part.shapes]
+        kept = next((part for part in held if part.kind is not LayerKind.STATE), held[0])
         dtype = str(kept.dtypes[0]).removeprefix("mlx.core.")
         traits = Traits(
             1,
-            f"mlx.v1.{dtype}.full" if loaded.is_expanded else f"mlx.v1.{dtype}",
+            f"mlx.v1.{dtype}{'.full' * loaded.is_expanded}{spec.layout_tag(loaded.spec)}",
             kept.dtypes[0].size * 8,
             loading.describe(dtype, loaded.reason),
             # Draft tokens are rows of a pass; in a ring, rejected ones overwrite older tokens.
@@ -92,7 +95,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         memory = loaded.memory
         self._transfer = None if memory is None else Transfer(memory)
         if self._transfer is not None:
-            counts = [len(places) for kind in LayerKind if (places := layout.of_kind(kind))]
+            counts = [len(places) for kind in LayerKind for places in layout.sections(kind)]
             self._transfer.prepare(counts, kept.dtypes[0])
         host_memory.use_device_memory(None if memory is None else memory.allocate)
         kernels.report_compiled()

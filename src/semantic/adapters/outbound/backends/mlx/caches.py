@@ -1,11 +1,13 @@
 """Converts the library's caches to plain arrays whose first axis is the sequence, and back.
 
 Every leaf cache of the library becomes a `Part`: keys and values of all tokens (FULL), those of the
-last tokens in a ring with position p at ``p % window`` (WINDOW), or recurrent arrays (STATE).
-Arrays of several sequences can be placed side by side. For a prefill, the library's caches are
-built from a sequence's arrays and converted back afterwards.
+last tokens in a ring with position p at ``p % window`` (WINDOW), or recurrent arrays (STATE). Their
+shapes, read from caches that hold a few tokens, are the model's geometry. Arrays of several
+sequences can be placed side by side. For a prefill, the library's caches are built from a
+sequence's arrays and converted back afterwards.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -20,22 +22,41 @@ Arrays: TypeAlias = list[list[Array]]  # by part, then keys and values or state 
 
 library = import_library("mlx_lm.models.cache")
 
+# The library's caches of keys and values, and the attribute that limits the number of tokens.
+_WINDOWS = {
+    library.KVCache: "",
+    library.RotatingKVCache: "max_size",
+    library.ChunkedKVCache: "chunk_size",
+}
 _STEP = 256
 _TIME = 2  # the axis of tokens in keys and values
 
 
+class UnsupportedCacheError(Exception):
+    """The model keeps something that cannot be saved and restored; the text is for its user."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The arrays of one leaf cache.
+    """The arrays of one leaf cache; none if the model does not use it.
 
     Attributes:
         shapes: Of one sequence's arrays; for keys and values without the token axis.
+        slots: STATE: the index of each array in the library's cache.
     """
 
     kind: LayerKind
     window: int
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
+    slots: tuple[int, ...] = ()
+
+    @property
+    def layer(self) -> LayerSpec:
+        if self.kind is LayerKind.STATE:
+            return LayerSpec(self.kind, state_elements=sum(map(math.prod, self.shapes)))
+        (heads, key_dim), (_, value_dim) = self.shapes
+        return LayerSpec(self.kind, heads, key_dim, value_dim, self.window)
 
     def size(self, capacity: int) -> int:
         """Return how many tokens the arrays hold in a sequence of this capacity."""
@@ -44,7 +65,7 @@ class Part:
     def nbytes(self, capacity: int) -> int:
         room = 1 if self.kind is LayerKind.STATE else self.size(capacity)
         return sum(
-            room * dtype.size * _product(shape)
+            room * dtype.size * math.prod(shape)
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
 
@@ -61,11 +82,35 @@ class CacheLayout:
     """All parts of a model, and how the library nests them."""
 
     def __init__(self, make_caches: Callable[[], list[Any]], caches: Sequence[Any]) -> None:
-        """Read the parts from caches that hold one sequence's tokens."""
+        """Read the parts from caches that hold one sequence's tokens.
+
+        Raises:
+            UnsupportedCacheError: a cache cannot be saved and restored.
+        """
         self._make_caches = make_caches
         self._nbytes: dict[int, int] = {}
         self.parts = tuple(_part_of(leaf) for leaf in leaves(caches))
         self.not_full = [*self.of_kind(LayerKind.WINDOW), *self.of_kind(LayerKind.STATE)]
+        if len({part.window for part in self.parts if part.window}) > 1:
+            raise UnsupportedCacheError("its layers have sliding windows of different lengths")
+        self._sections = {kind: self._grouped(kind) for kind in LayerKind}
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The geometry, first layer to last."""
+        return tuple(part.layer for part in self.parts if part.shapes)
+
+    def sections(self, kind: LayerKind) -> list[list[int]]:
+        """Return the places of one kind of parts, in lists of parts with the same shapes."""
+        return self._sections[kind]
+
+    def _grouped(self, kind: LayerKind) -> list[list[int]]:
+        by_form: dict[object, list[int]] = {}
+        for place in self.of_kind(kind):
+            part = self.parts[place]
+            if part.shapes:
+                by_form.setdefault((part.shapes, part.dtypes), []).append(place)
+        return list(by_form.values())
 
     def release(self) -> None:
         """Drop the reference to the model; no caches can be created afterwards."""
@@ -99,9 +144,14 @@ class CacheLayout:
                 leaf.offset = length
             elif length and part.kind is LayerKind.WINDOW:
                 leaf.keys, leaf.values = (unroll(array, length, part.window) for array in given)
-                leaf.offset, leaf._idx = length, leaf.keys.shape[_TIME]
+                leaf.offset, num_held = length, leaf.keys.shape[_TIME]
+                if isinstance(leaf, library.ChunkedKVCache):
+                    leaf.start_position = length - num_held
+                else:
+                    leaf._idx = num_held
             elif length:
-                leaf.cache = list(given)
+                for slot, array in zip(part.slots, given, strict=True):
+                    leaf.cache[slot] = array
         return caches
 
     def freeze(self, caches: Sequence[Any], length: int, capacity: int) -> Arrays:
@@ -113,13 +163,41 @@ class CacheLayout:
                 is_whole = leaf.offset == capacity
                 arrays.append([mx.contiguous(array) for array in held] if is_whole else held)
             elif part.kind is LayerKind.WINDOW:
-                ordered = (leaf._temporal_order(array) for array in (leaf.keys, leaf.values))
+                ordered = _in_order(leaf)
                 size = part.size(capacity)
                 rings = [roll(array, length, part.window, size) for array in ordered]
                 arrays.append([mx.contiguous(ring) for ring in rings])
             else:
-                arrays.append([mx.contiguous(array) for array in leaf.cache])
+                arrays.append([mx.contiguous(leaf.cache[slot]) for slot in part.slots])
         return arrays
+
+
+def _in_order(leaf: Any) -> Sequence[Array]:
+    if isinstance(leaf, library.ChunkedKVCache):
+        return leaf.keys_and_values()  # type: ignore[no-any-return]
+    return [leaf._temporal_order(array) for array in (leaf.keys, leaf.values)]
+
+
+def probe(model: Any, make_caches: Callable[[], list[Any]]) -> tuple[CacheLayout, Array]:
+    """Run two tokens through the model; returns its layout, and the logits after the second.
+
+    Raises:
+        UnsupportedCacheError: it keeps something that cannot be saved and restored.
+    """
+    caches = make_caches()
+    logits = model(mx.zeros((1, 2), mx.int32), cache=caches)[:, -1]
+    layout = CacheLayout(make_caches, caches)
+    if layout.of_kind(LayerKind.STATE):
+        model(mx.zeros((1, 2), mx.int32), cache=caches)
+        if CacheLayout(make_caches, caches).parts != layout.parts:
+            raise UnsupportedCacheError("its recurrent state grows with the sequence")
+    return layout, logits
+
+
+def has_index(cache: Any) -> bool:
+    """Whether a layer keeps, beside keys and values, an index that selects tokens."""
+    kept = cache.caches if isinstance(cache, library.CacheList) else ()
+    return sum(hasattr(leaf, "offset") for leaf in kept) > 1
 
 
 def leaves(caches: Sequence[Any]) -> list[Any]:
@@ -157,41 +235,27 @@ def roll(ordered: Array, length: int, window: int, size: int) -> Array:
     return mx.roll(ordered[:, :, -window:], length % window, axis=_TIME)
 
 
-def geometry_mismatch(parts: Sequence[Part], layers: Sequence[LayerSpec]) -> str | None:
-    """Describe how the library's caches differ from the config's geometry; None if they match."""
-    if len(parts) != len(layers):
-        return f"mlx-lm creates {len(parts)} caches; the config describes {len(layers)} layers"
-    for place, (part, layer) in enumerate(zip(parts, layers, strict=True)):
-        if part.kind is not layer.kind or part.window != layer.window:
-            return f"mlx-lm's cache of layer {place} is of another kind than the config describes"
-        if part.kind is LayerKind.STATE:
-            is_alike = sum(map(_product, part.shapes)) == layer.state_elements
-        else:
-            heads = layer.num_kv_heads
-            is_alike = part.shapes == ((heads, layer.key_dim), (heads, layer.value_dim))
-        if not is_alike:
-            return f"the cache shape {part.shapes} of layer {place} does not match the config"
-    kinds = {part.kind for part in parts}
-    if any(
-        len({(p.shapes, p.dtypes, p.window) for p in parts if p.kind is kind}) > 1 for kind in kinds
-    ):
-        return "its layers have caches of different shapes"
-    return None
-
-
 def _part_of(leaf: Any) -> Part:
     if isinstance(leaf, library.ArraysCache):
-        arrays = list(leaf.cache)
-        kind, window = LayerKind.STATE, 0
-        shapes = tuple(tuple(array.shape[1:]) for array in arrays)
-    elif type(leaf) in (library.KVCache, library.RotatingKVCache) and not getattr(leaf, "keep", 0):
-        arrays = [leaf.keys, leaf.values]
-        window = getattr(leaf, "max_size", 0)
-        kind = LayerKind.WINDOW if window else LayerKind.FULL
-        shapes = tuple((array.shape[1], array.shape[3]) for array in arrays)
-    else:
-        raise ValueError(f"its cache type {type(leaf).__name__} cannot be saved and restored")
-    return Part(kind, window, shapes, tuple(array.dtype for array in arrays))
+        used = [(slot, array) for slot, array in enumerate(leaf.cache) if array is not None]
+        shapes = tuple(tuple(array.shape[1:]) for _, array in used)
+        dtypes = tuple(array.dtype for _, array in used)
+        return Part(LayerKind.STATE, 0, shapes, dtypes, tuple(slot for slot, _ in used))
+    if type(leaf) not in _WINDOWS or getattr(leaf, "keep", False):
+        raise UnsupportedCacheError(
+            f"mlx-lm keeps a {type(leaf).__name__} for it, which cannot be saved and restored"
+        )
+    if leaf.keys is None:
+        return Part(LayerKind.STATE, 0, (), ())
+    name = _WINDOWS[type(leaf)]
+    window = int(getattr(leaf, name)) if name else 0
+    arrays = [leaf.keys, leaf.values]
+    return Part(
+        LayerKind.WINDOW if window else LayerKind.FULL,
+        window,
+        tuple((array.shape[1], array.shape[3]) for array in arrays),
+        tuple(array.dtype for array in arrays),
+    )
 
 
 def fit(array: Array, size: int) -> Array:
@@ -200,10 +264,3 @@ def fit(array: Array, size: int) -> Array:
     if missing > 0:
         return mx.pad(array, [(0, 0), (0, 0), (0, missing), (0, 0)])
     return array if missing == 0 else mx.contiguous(array[:, :, :size])
-
-
-def _product(shape: Sequence[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

@@ -53,6 +53,7 @@ class AttentionView:
         self.part = part
         self.steps = steps
         self.offset = offset
+        self._fetched: tuple[Any, Any] | None = None
 
     @property
     def arrays(self) -> list[list[Array]]:
@@ -72,10 +73,16 @@ class AttentionView:
 
     def update_and_fetch(self, keys: Array, values: Array) -> tuple[Any, Any]:
         if self._is_plain:
-            return self._write(self.steps[0], keys, values)
-        groups = [self._write(s, keys[s.place], values[s.place]) for s in self.steps]
-        all_keys, all_values = zip(*groups, strict=True)
-        return Groups(self.steps, all_keys), Groups(self.steps, all_values)
+            self._fetched = self._write(self.steps[0], keys, values)
+        else:
+            groups = [self._write(s, keys[s.place], values[s.place]) for s in self.steps]
+            all_keys, all_values = zip(*groups, strict=True)
+            self._fetched = Groups(self.steps, all_keys), Groups(self.steps, all_values)
+        return self._fetched
+
+    def keys_and_values(self) -> tuple[Any, Any] | None:
+        """Return what an earlier layer has written, for layers that share it."""
+        return self._fetched
 
     def attend(
         self,
@@ -99,23 +106,28 @@ class AttentionView:
         return written[0], written[1]
 
 
-class RecurrentView:
+class RecurrentView(library.ArraysCache):  # type: ignore[misc]
     """Replaces a cache of recurrent arrays for all rows of a step."""
 
     lengths = None
     left_padding = None
 
-    def __init__(self, place: int, steps: Sequence[GroupStep]) -> None:
+    def __init__(self, place: int, part: Part, steps: Sequence[GroupStep]) -> None:
         self._place = place
+        self._slots = part.slots
         self._steps = steps
 
-    def __getitem__(self, index: int) -> Array:
+    def __getitem__(self, slot: int) -> Array | None:
+        if slot not in self._slots:
+            return None
+        index = self._slots.index(slot)
         pieces = [
             step.group.arrays[self._place][index][: len(step.positions)] for step in self._steps
         ]
         return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
 
-    def __setitem__(self, index: int, value: Array) -> None:
+    def __setitem__(self, slot: int, value: Array) -> None:
+        index = self._slots.index(slot)
         for step in self._steps:
             arrays = step.group.arrays[self._place]
             new = value if len(self._steps) == 1 else mx.contiguous(value[step.place])
@@ -141,7 +153,7 @@ def views(
     flat: list[Any] = []
     for place, part in enumerate(layout.parts):
         if part.kind is LayerKind.STATE:
-            flat.append(RecurrentView(place, steps))
+            flat.append(RecurrentView(place, part, steps))
         else:
             flat.append(AttentionView(place, part, steps, offset, kernels))
     nested: list[Any] = []
@@ -251,7 +263,7 @@ def keep_last_token(model: Any, last: LastToken) -> Callable[..., Array] | None:
         The original layers, if the model has the usual structure: a module that holds the layers
         inside one with the head. Other models compute all logits as before.
     """
-    body = next((m for m in model.modules() if m is not model and "layers" in m), None)
+    body = _body(model)
     if body is None:
         return None
     kind = type(body)
@@ -264,6 +276,17 @@ def keep_last_token(model: Any, last: LastToken) -> Callable[..., Array] | None:
 
     body.__class__ = type(kind.__name__, (kind,), {"__call__": call})
     return functools.partial(kind.__call__, body)
+
+
+def keep_all_tokens(model: Any) -> None:
+    """Undo `keep_last_token`."""
+    body = _body(model)
+    if body is not None:
+        body.__class__ = type(body).__mro__[1]
+
+
+def _body(model: Any) -> Any:
+    return next((m for m in model.modules() if m is not model and "layers" in m), None)
 
 
 # -- the library's attention function ----------------------------------------------------------

@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,21 @@ _LOG = logging.getLogger(__name__)
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 
-_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, OSError, RuntimeError)
+# What mlx-lm raises if it cannot build a model from a config, read its weights, or run it.
+LIBRARY_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+_ADVICE = "Use --backend torch, another version of mlx-lm, or another model."
+
+
+class NotDivisibleError(ValueError):
+    """The library cannot split the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +134,8 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
         mx.eval(model.parameters())
         model.eval()
         spec, make_caches = _agree(model, spec)
-    except _UNREADABLE as error:
-        reason = str(error)
-        if reason.startswith("Model type "):  # replace "... not supported." by advice
-            reason = (
-                "the installed mlx-lm does not support model_type "
-                f"{config.get('model_type')!r}. Use another model, --backend torch, or a version "
-                "of mlx-lm that supports it."
-            )
-        raise refusal(spec, reason) from error
+    except LIBRARY_ERRORS as error:
+        raise library_refusal(spec, error, config.get("model_type")) from error
     return MlxModel(model, spec, make_caches, reason, is_expanded, memory)
 
 
@@ -140,8 +148,28 @@ def _fast_reading(memory: PinnedMemory | None) -> contextlib.AbstractContextMana
 def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:
     """Build the error for a model that this backend cannot run."""
     return InvalidRequestError(
-        f"the mlx backend cannot run {spec.model_type}: {reason}", param="model"
+        f"the mlx backend cannot run {spec.model_type}: {reason}. {_ADVICE}", param="model"
     )
+
+
+def library_refusal(
+    spec: ModelCacheSpec, error: Exception, model_type: object = None
+) -> InvalidRequestError:
+    """Build that error from what mlx-lm raised, whose own words go to the log."""
+    text = str(error)
+    _LOG.warning("mlx-lm on %s: %s: %s", spec.model_type, type(error).__name__, text)
+    if isinstance(error, NotDivisibleError):
+        return refusal(spec, text)
+    if text.startswith("Model type "):
+        return refusal(spec, f"the installed mlx-lm does not support model_type {model_type!r}")
+    if missing := re.search(r"missing \d+ required positional arguments?: (.*)", text):
+        names = ", ".join(re.findall(r"'(\w+)'", missing[1]))
+        return refusal(spec, f"its config.json lacks {names}")
+    if re.match(r"(Missing|Received) \d+ parameters", text) or "shape" in text.lower():
+        return refusal(spec, "its weights do not match its config.json")
+    if isinstance(error, OSError):
+        return refusal(spec, "its weights cannot be read")
+    return refusal(spec, "mlx-lm cannot build or run it; the log has the details")
 
 
 def config_overrides(config: Mapping[str, Any], spec: ModelCacheSpec) -> dict[str, Any]:
@@ -195,7 +223,7 @@ def _convert(model: Any, dtype: DType) -> str:
 def _divide(model: Any, group: Any) -> None:
     """Keep only this process's share of a model, before any weights are read."""
     if not hasattr(model, "shard"):
-        raise ValueError("mlx-lm does not support sharding it")
+        raise NotDivisibleError("mlx-lm cannot split it into shards")
     model.shard(group)
 
 
@@ -217,26 +245,27 @@ def _is_wide(model: Any) -> bool:
 
 
 def _agree(model: Any, spec: ModelCacheSpec) -> tuple[ModelCacheSpec, Callable[[], list[Any]]]:
-    """Make the library's caches and the geometry agree on sliding windows."""
-    kinds = {layer.kind for layer in spec.layers}
-    has_rings = any(
-        isinstance(leaf, library.RotatingKVCache)
-        for leaf in leaves(library.make_prompt_cache(model))
-    )
-    if LayerKind.WINDOW not in kinds or has_rings:
-        return spec, lambda: list(library.make_prompt_cache(model))
-    if kinds == {LayerKind.WINDOW}:
-        # mlx-lm ignores Mistral's window; a rotating cache in every layer implements it.
-        return spec, lambda: [library.RotatingKVCache(layer.window) for layer in spec.layers]
+    """Follow the config where it sets sliding windows that mlx-lm ignores, as transformers does.
+
+    With a window in every layer, rotating caches implement it. If only some layers have one,
+    replies are those of transformers up to the shortest window, and contexts are limited to that.
+    """
+
+    def make_caches() -> list[Any]:
+        return list(library.make_prompt_cache(model))
+
+    windows = [layer.window for layer in spec.layers]
+    kinds = [type(leaf) for leaf in leaves(make_caches())]
+    if not any(windows) or kinds != [library.KVCache] * len(windows):
+        return spec, make_caches
+    if all(windows):
+        return spec, lambda: [library.RotatingKVCache(window) for window in windows]
+    max_context = min(spec.max_context, *(window for window in windows if window))
     _LOG.warning(
         "mlx-lm ignores the sliding windows of %s; limiting contexts to %d tokens, "
         "up to which replies are the same",
         spec.model_type,
-        spec.window,
+        max_context,
     )
     layers = tuple(replace(layer, kind=LayerKind.FULL, window=0) for layer in spec.layers)
-    max_context = min(spec.max_context, spec.window)
-    return (
-        replace(spec, layers=layers, max_context=max_context),
-        lambda: list(library.make_prompt_cache(model)),
-    )
+    return replace(spec, layers=layers, max_context=max_context), make_caches

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from semantic.adapters.outbound.backends.mlx.caches import Array, CacheLayout, roll
+from semantic.adapters.outbound.backends.mlx.caches import Array, CacheLayout, Part, roll
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import HostPiece, TokenSpan, Transfer
 from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
 from semantic.domain.errors import CacheCorruptionError
@@ -53,19 +53,48 @@ def copy_out(
         after: Array that must be evaluated before the copy starts.
     """
     group, row = sequence.group_row()
-    places = layout.of_kind(kind)
-    part = layout.parts[places[0]]
-    is_wrapped = kind is LayerKind.WINDOW and positions.stop > part.size(group.capacity)
-    span = TokenSpan(row, positions.start, len(positions), part.window if is_wrapped else 0)
     copies: list[tuple[str, Array | HostBuffer]] = []
-    for i, name in enumerate(_names(layout, kind)):
-        arrays = [group.arrays[place][i] for place in places]
-        sent = None
-        if transfer is not None and after is not None:
-            sent = _send(transfer, name, arrays, span, kind, after)
-        copies.append((name, _stack(arrays, span, kind) if sent is None else sent))
+    for section in _sections(layout, kind):
+        part = section.part
+        is_wrapped = kind is LayerKind.WINDOW and positions.stop > part.size(group.capacity)
+        span = TokenSpan(row, positions.start, len(positions), part.window if is_wrapped else 0)
+        for i, name in section.names:
+            arrays = [group.arrays[place][i] for place in section.places]
+            sent = None
+            if transfer is not None and after is not None:
+                sent = _send(transfer, name, arrays, span, kind, after)
+            copies.append((name, _stack(arrays, span, kind) if sent is None else sent))
     mx.async_eval([copy for _, copy in copies if not isinstance(copy, HostBuffer)])
     return tuple(copies)
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """Parts of one kind and form, whose arrays are packed together.
+
+    Attributes:
+        names: The index of each array of a part, and the name of the buffer that packs it.
+    """
+
+    part: Part
+    places: Sequence[int]
+    names: Sequence[tuple[int, str]]
+
+
+def _sections(layout: CacheLayout, kind: LayerKind) -> list[_Section]:
+    sections = []
+    for number, places in enumerate(layout.sections(kind)):
+        part, suffix = layout.parts[places[0]], f".{number}" if number else ""
+        stems = ["keys", "values"]
+        if kind is LayerKind.STATE:
+            stems = [f"state{i}" for i in range(len(part.shapes))]
+        names = [
+            (i, f"{stem}{suffix}")
+            for i, (stem, shape) in enumerate(zip(stems, part.shapes, strict=True))
+            if math.prod(shape)
+        ]
+        sections.append(_Section(part, places, names))
+    return sections
 
 
 def _stack(arrays: Sequence[Array], span: TokenSpan, kind: LayerKind) -> Array:
@@ -107,9 +136,9 @@ class DevicePart:
     """A range of tokens, or a state, that is not yet part of a sequence.
 
     Attributes:
-        arrays: By name ``[layers, heads, tokens, dim]``, or ``[layers, ...]`` for a state; empty if
-            the tokens are copied from `pieces` directly to their place.
-        pieces: By name, host memory that the device copies from; keep it until that is complete.
+        arrays: By buffer ``[layers, heads, tokens, dim]``, or ``[layers, ...]`` for a state; empty
+            if the tokens are copied from `pieces` directly to their place.
+        pieces: By buffer, host memory that the device copies from; keep it until that is complete.
     """
 
     start: int
@@ -136,21 +165,21 @@ def read(
 
 class _Found:
     def __init__(self, layout: CacheLayout, payload: KVPayload, end: int) -> None:
-        places = layout.of_kind(payload.kind)
-        part = layout.parts[places[0]]
-        self.payload, self.end, self.dtypes = payload, end, part.dtypes
+        self.payload, self.end = payload, end
         self.is_state = payload.kind is LayerKind.STATE
         self.num_tokens = payload.end - payload.start
-        shapes = (
-            part.shapes if self.is_state else [(s[0], self.num_tokens, s[1]) for s in part.shapes]
-        )
-        self.shapes = [(len(places), *shape) for shape in shapes]
+        self.dtypes: list[Any] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.buffers: list[HostBuffer] = []
         by_name = {buffer.name: buffer for buffer in payload.buffers}
-        names = _names(layout, payload.kind)
-        self.buffers = [
-            _checked(by_name.get(name), shape, dtype)
-            for name, shape, dtype in zip(names, self.shapes, self.dtypes, strict=True)
-        ]
+        for section in _sections(layout, payload.kind):
+            for i, name in section.names:
+                shape, dtype = section.part.shapes[i], section.part.dtypes[i]
+                if not self.is_state:
+                    shape = (shape[0], self.num_tokens, shape[1])
+                self.dtypes.append(dtype)
+                self.shapes.append((len(section.places), *shape))
+                self.buffers.append(_checked(by_name.get(name), self.shapes[-1], dtype))
 
     def on_device(self) -> tuple[Array, ...]:
         arrays = tuple(map(_to_device, self.buffers, self.shapes, self.dtypes))
@@ -193,18 +222,23 @@ def _fetched(
     return arrays
 
 
+def _targets(layout: CacheLayout, kind: LayerKind) -> list[tuple[int, Sequence[int]]]:
+    """Return for each buffer the index of its arrays in their parts, and the places of these."""
+    return [(i, section.places) for section in _sections(layout, kind) for i, _ in section.names]
+
+
 def put_full(
     layout: CacheLayout, sequence: MlxSequence, loaded: DevicePart, transfer: Transfer | None = None
 ) -> None:
     """Write a FULL part into a sequence that is alone in its group."""
     group, _ = sequence.group_row()
-    places = layout.of_kind(LayerKind.FULL)
+    targets = _targets(layout, LayerKind.FULL)
     if transfer is not None and not loaded.arrays:
-        for i, pieces in enumerate(loaded.pieces):
+        for pieces, (i, places) in zip(loaded.pieces, targets, strict=True):
             arrays = [group.arrays[place][i] for place in places]
             transfer.copy_in(pieces, arrays, loaded.start)
         return
-    for i, array in enumerate(loaded.arrays):
+    for array, (i, places) in zip(loaded.arrays, targets, strict=True):
         for layer, place in enumerate(places):
             new = array[layer : layer + 1]
             group.arrays[place][i][:, :, loaded.start : loaded.end] = new
@@ -215,13 +249,12 @@ def put_window(
 ) -> None:
     """Write the last tokens before `end` into the rings of a sequence alone in its group."""
     group, _ = sequence.group_row()
-    places = layout.of_kind(LayerKind.WINDOW)
-    part = layout.parts[places[0]]
     start = loaded[0].start
     columns = zip(*(part.arrays for part in loaded), strict=True)
-    for i, pieces in enumerate(columns):
+    for pieces, (i, places) in zip(columns, _targets(layout, LayerKind.WINDOW), strict=True):
         ordered = mx.concatenate(pieces, axis=2)[:, :, : end - start]
         for layer, place in enumerate(places):
+            part = layout.parts[place]
             ring = roll(ordered[layer : layer + 1], end, part.window, part.size(group.capacity))
             group.arrays[place][i] = mx.contiguous(ring)
 
@@ -229,15 +262,10 @@ def put_window(
 def put_state(layout: CacheLayout, sequence: MlxSequence, loaded: DevicePart) -> None:
     """Set the recurrent arrays of a sequence that is alone in its group."""
     group, _ = sequence.group_row()
-    for i, array in enumerate(loaded.arrays):
-        for layer, place in enumerate(layout.of_kind(LayerKind.STATE)):
+    targets = _targets(layout, LayerKind.STATE)
+    for array, (i, places) in zip(loaded.arrays, targets, strict=True):
+        for layer, place in enumerate(places):
             group.arrays[place][i] = mx.contiguous(array[layer : layer + 1])
-
-
-def _names(layout: CacheLayout, kind: LayerKind) -> list[str]:
-    if kind is not LayerKind.STATE:
-        return ["keys", "values"]
-    return [f"state{i}" for i in range(len(layout.parts[layout.of_kind(kind)[0]].shapes))]
 
 
 def _dtype_name(dtype: Any) -> str:

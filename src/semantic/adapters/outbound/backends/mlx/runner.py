@@ -14,7 +14,12 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.backends.mlx.caches import Array, CacheLayout, capacity_for
+from semantic.adapters.outbound.backends.mlx.caches import (
+    Array,
+    capacity_for,
+    has_index,
+    probe,
+)
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda.decode import KernelStep
 from semantic.adapters.outbound.backends.mlx.cuda.linear import MAX_ROWS, MAX_STEP_ROWS
@@ -22,6 +27,7 @@ from semantic.adapters.outbound.backends.mlx.cuda.tuning import has_only_custom_
 from semantic.adapters.outbound.backends.mlx.decode import (
     CompiledSteps,
     LastToken,
+    keep_all_tokens,
     keep_last_token,
     views,
     wrap_attention,
@@ -107,15 +113,17 @@ class MlxRunner:
         """Inspect the model's caches and determine how it can be batched.
 
         Raises:
-            ValueError: it uses a kind of cache that cannot be saved and restored.
+            UnsupportedCacheError: it keeps something that cannot be saved and restored.
         """
         self._model = model
         self._last = LastToken()
-        self._body = keep_last_token(model, self._last)
         self._nesting = make_caches()
-        caches = make_caches()
-        model(mx.zeros((1, 2), mx.int32), cache=caches)
-        self.layout = CacheLayout(make_caches, caches)
+        self.layout, logits = probe(model, make_caches)
+        self.vocab_size: int = logits.shape[-1]
+        self._body = keep_last_token(model, self._last)
+        if not _is_close(probe(model, make_caches)[1], logits):
+            keep_all_tokens(model)
+            self._body = None
         self.groups = RowGroups(self.layout)
         self.latest: Array | None = mx.zeros(1)
         self._step = 0
@@ -330,6 +338,10 @@ class MlxRunner:
     # -- the choice of batching -----------------------------------------------------------------
 
     def _choose_batching(self) -> Batching:
+        if any(map(has_index, self._nesting)):
+            return (
+                Batching.ALONE
+            )  # an index selects tokens in long contexts only: no probe shows it
         if self._is_sound(Batching.GROUPS):
             return Batching.GROUPS
         if num_layers := untune(self._model):
