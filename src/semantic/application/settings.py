@@ -52,7 +52,9 @@ class EngineLimits:
         10, "a request that has waited this long takes precedence", ge=0, is_changeable=False
     )
     default_max_tokens: int | None = _setting(
-        None, "maximum reply length if a request sets none (default: all that fits)", ge=1
+        None,
+        "maximum reply length if a request sets none (default: the model's, or 4096 tokens)",
+        ge=1,
     )
 
 

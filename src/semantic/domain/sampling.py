@@ -13,6 +13,9 @@ from semantic.domain.errors import InvalidRequestError
 
 MAX_TOP_LOGPROBS = 20
 MAX_REPLY_TOKENS = 2**31  # some clients send it to mean "as many as possible"
+# If neither the request nor the server's settings nor the model set a limit: a small model may
+# repeat itself until its context is full.
+DEFAULT_REPLY_TOKENS = 4096
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1024
 
 

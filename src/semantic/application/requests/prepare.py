@@ -32,6 +32,7 @@ from semantic.domain.errors import (
     StateQuotaError,
 )
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
+from semantic.domain.sampling import DEFAULT_REPLY_TOKENS
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import ModelBackendPort
 from semantic.ports.text import TokenConstraint
@@ -214,7 +215,7 @@ class Preparation:
             )
         # Clients often request more than the context allows, so the value is cut, not refused.
         default = self._device.limits.default_max_tokens or model.defaults.max_tokens
-        return min(request.stop.max_tokens or default or room, room)
+        return min(request.stop.max_tokens or default or DEFAULT_REPLY_TOKENS, room)
 
 
 class PastConversations:

@@ -49,7 +49,13 @@ from semantic.domain.errors import (
 )
 from semantic.domain.events import Event, Failed, Finished, Started, TextDelta
 from semantic.domain.reply_format import Markers, ReplyFormat, ReplyShape, ToolFormat
-from semantic.domain.sampling import UNSET_SAMPLING, SamplingDefaults, SamplingParams, StopRules
+from semantic.domain.sampling import (
+    DEFAULT_REPLY_TOKENS,
+    UNSET_SAMPLING,
+    SamplingDefaults,
+    SamplingParams,
+    StopRules,
+)
 from semantic.ports.inbound import EmbeddingRequest, Reply
 from semantic.ports.storage import LedgerChange
 from tests.unit.application.device_rig import gate_to, hold, ready_device
@@ -127,7 +133,7 @@ def test_how_long_a_reply_may_be(
     request, model = replace(REQUEST, stop=StopRules(max_tokens=asked)), thread.ready_model()
     job = preparation.prepare(request, ME, model, BusyAgents().claim("local")).job
     fitting = min(model.backend.spec.max_context, thread.longest_sequence) - len(job.tokens)
-    assert job.max_tokens == (default if default and not asked else fitting)
+    assert job.max_tokens == min(asked or default or DEFAULT_REPLY_TOKENS, fitting)
 
 
 @pytest.mark.parametrize("given", [None, 0.7])
