@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import tokenizers
 import typer
 
 from semantic.entrypoints.cli.app import app, main
@@ -188,7 +189,11 @@ JSON_COMMANDS = {
     "agents rm": ("jo2", "jo3", "-y"),
     "models ls": (),
     "models swap": ("fake",),
+    "models recommend": ("--home", "home"),
     "models pull": ("mine", "--home", "home"),
+    "models show": ("whole", "--home", "home"),
+    "models rm": ("whole", "--home", "home", "-y"),
+    "ps": (),
     "top": (),
     "bench": ("--tokens", "64", "--rounds", "1"),
     "doctor": ("--home", "home", "--port", "0", "--native", "off"),
@@ -204,12 +209,40 @@ JSON_COMMANDS = {
 WITHOUT_DATA = {"serve", "shard", "cluster", "launch"}
 
 
+def make_whole_model(directory: Path) -> None:
+    directory.mkdir()
+    config = {"model_type": "llama", "max_position_embeddings": 64, "dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "model.safetensors").write_bytes(bytes(100))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def test_a_model_is_deleted_only_on_request(run: Run, tmp_path: Path) -> None:
+    home = ("--home", str(tmp_path / "home"))
+    (tmp_path / "home" / "models").mkdir(parents=True)
+    make_whole_model(place := tmp_path / "home" / "models" / "whole")
+    assert "nothing deleted" in run("models", "rm", "whole", *home, status=2)
+    assert "there are: " in run("models", "rm", "other", *home, status=2)
+    assert "64" in run("models", "show", "whole", *home)
+    assert run("models", "rm", "whole", "-y", *home).startswith("deleted whole: ")
+    assert not place.exists()
+
+
+def test_models_are_recommended_for_this_machine(run: Run, tmp_path: Path) -> None:
+    shown = run("models", "recommend", "--home", str(tmp_path))
+    assert "qwen3-4b" in shown
+    assert "tokens/s" in shown
+
+
 def test_every_command_that_prints_data_prints_json(run: Run, tmp_path: Path) -> None:
     (tmp_path / "home" / "cache" / "blocks").mkdir(parents=True)
     (tmp_path / "home" / "cache" / "semantic-cache").touch()
     model = tmp_path / "home" / "models" / "mine"
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
+    make_whole_model(model.with_name("whole"))
     assert JSON_COMMANDS.keys() == {*leaves(typer.main.get_command(app))} - WITHOUT_DATA
     found: dict[str, Any] = {}
     for name, arguments in JSON_COMMANDS.items():
@@ -218,6 +251,11 @@ def test_every_command_that_prints_data_prints_json(run: Run, tmp_path: Path) ->
     assert found["agents export"]["file"] == "jo.tar"
     assert found["agents rm"] == {"deleted": ["jo2", "jo3"]}
     assert found["models pull"]["bytes"] == 2
+    assert found["models show"]["weights"] == "bfloat16"
+    assert found["models rm"]["freed_bytes"] > 100
+    assert not model.with_name("whole").exists()
+    assert sum(one["is_best"] for one in found["models recommend"]) <= 1
+    assert found["ps"]["health"]["model"] == "fake"
     assert (found["cache stats"]["agents"], found["cache verify"]["bad"]) == (0, [])
     assert found["cache gc"]["deleted_files"] == 0
     assert [key["id"] for key in found["keys list"]["keys"]] == [found["keys add"]["id"]]

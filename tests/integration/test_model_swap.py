@@ -309,3 +309,15 @@ def test_a_wrong_setting_is_refused_by_its_name(
 ) -> None:
     answer = http.patch("/admin/runtime", json=changes)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, *changes)
+
+
+def test_models_are_recommended_and_deleted_over_http(http: httpx.Client) -> None:
+    found = http.get("/admin/models/recommended").json()["models"]
+    assert [one["name"] for one in found if one["is_best"]] == ["small"]
+    assert not any(one["is_here"] for one in found)
+    served, other = (model["id"] for model in http.get("/admin/models").json()["models"])
+    refused = http.delete(f"/admin/models/{served}")
+    assert refused.status_code == 409
+    assert "serve another one first" in refused.json()["error"]["message"]
+    assert http.delete(f"/admin/models/{other}").status_code == 400  # it has no files
+    assert http.delete("/admin/models/nowhere").status_code == 404

@@ -1,11 +1,13 @@
 """How models are found, listed and fetched."""
 
+import hashlib
 import http.server
 import json
 import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
@@ -15,8 +17,10 @@ from semantic.adapters.outbound.models.catalogue import ModelCatalogue
 from semantic.adapters.outbound.models.gguf.importing import STARTER_FILE
 from semantic.adapters.outbound.models.source import LocalModelSource
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
-from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
+from semantic.adapters.outbound.models.usage import ModelUsage
+from semantic.domain.errors import ConflictError, InvalidRequestError, ModelNotFoundError
 from semantic.domain.model_names import ModelNames, served_id
+from semantic.ports.backend import ModelEntry
 from tests.unit.adapters.outbound.models.gguf.test_importing import Tiny
 
 pytestmark = pytest.mark.integration
@@ -35,6 +39,15 @@ FILES = {
     "tokenizer.json": b"{}",
     "model.safetensors": bytes(3 * 2**20),
 }
+
+CHECKSUMS = {"model.safetensors": hashlib.sha256(FILES["model.safetensors"]).hexdigest()}
+
+
+def listed_file(path: str, body: bytes) -> dict[str, object]:
+    found: dict[str, object] = {"rfilename": path, "size": len(body)}
+    if digest := CHECKSUMS.get(path):
+        found["lfs"] = {"sha256": digest, "size": len(body), "pointerSize": 130}
+    return found
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -58,7 +71,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             ]
             self.reply(200, json.dumps(listed).encode(), "application/json")
         elif self.path.startswith("/api/models/org/small"):
-            siblings = [{"rfilename": path} for path in FILES]
+            siblings = [listed_file(path, body) for path, body in FILES.items()]
             about = {"id": "org/small", "sha": COMMIT, "siblings": siblings}
             self.reply(200, json.dumps(about).encode(), "application/json")
         elif name in FILES:
@@ -125,11 +138,65 @@ def test_a_model_is_fetched_from_a_hub_with_its_progress(tmp_path: Path, hub: st
     models, steps = catalogue(tmp_path, hub), list[str]()
     entry = models.fetch(models.find_model("org/small"), steps.append)
     assert (entry.id, entry.family, entry.num_bytes) == ("small", "llama", 3 * 2**20)
-    assert steps[0] == "downloading org/small"
-    assert steps[-1].startswith("downloading org/small: 100 % of 3 MB")
+    assert steps[1] == "downloading org/small: 0.00 GB"
+    assert "downloading org/small: 100 % of 3 MB" in steps
+    assert steps[-1] == "verifying org/small: model.safetensors"
     assert [found.source for found in catalogue(tmp_path).entries()].count("org/small") == 1
-    with pytest.raises(ModelNotFoundError, match="copy its directory to"):
+    with pytest.raises(ModelNotFoundError, match="org/other"):
         models.fetch(models.find_model("org/other"), steps.append)
+
+
+def test_an_interrupted_download_goes_on_where_it_stopped(tmp_path: Path, hub: str) -> None:
+    directory = source(tmp_path, hub).resolve("org/small", quiet)
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}})
+    )
+    steps: list[str] = []
+    source(tmp_path, hub).resolve("org/small", steps.append)  # a part of the weights is missing
+    assert steps[0] == "looking for org/small on Hugging Face"
+    assert not [step for step in steps if " % of " in step]  # what has arrived is not sent again
+
+
+def test_a_damaged_download_is_refused_and_deleted(
+    tmp_path: Path, hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CHECKSUMS, "model.safetensors", "0" * 64)
+    models = source(tmp_path, hub)
+    with pytest.raises(
+        InvalidRequestError, match=r"model\.safetensors of org/small arrived damaged"
+    ):
+        models.resolve("org/small", quiet)
+    monkeypatch.undo()
+    assert (models.resolve("org/small", quiet) / "model.safetensors").stat().st_size == 3 * 2**20
+
+
+def test_a_download_that_does_not_fit_on_the_disk_is_refused_before_it_starts(
+    tmp_path: Path, hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
+    with pytest.raises(InvalidRequestError, match="semantic models rm"):
+        source(tmp_path, hub).resolve("org/small", quiet)
+    assert not [*(tmp_path / "models").rglob("*.safetensors")]
+
+
+def test_models_are_deleted_where_this_server_put_them(tmp_path: Path, hub: str) -> None:
+    mine = make_model(tmp_path / "models" / "mine")
+    theirs = make_model(tmp_path / "more" / "theirs")
+    models = catalogue(tmp_path, hub)
+    models.fetch(models.find_model("org/small"), quiet)
+    with ModelUsage() as server:
+        server.share(mine)
+        with pytest.raises(ConflictError, match="a server uses mine"):
+            models.remove(models.find_model("mine"))
+    assert models.remove(models.find_model("mine")) > 3 * 2**20
+    assert models.remove(models.find_model("org/small")) > 3 * 2**20
+    assert not mine.exists()
+    assert not [*(tmp_path / "models" / "hub").glob("models--*")]
+    with pytest.raises(InvalidRequestError, match="delete it by hand"):
+        models.remove(models.find_model("theirs"))
+    assert theirs.exists()
+    with pytest.raises(ModelNotFoundError):
+        models.remove(ModelEntry("gone", "gone"))
 
 
 def test_models_are_listed_wherever_they_lie(tmp_path: Path) -> None:
@@ -286,12 +353,12 @@ def test_a_cached_model_without_weights_is_not_used(tmp_path: Path) -> None:
     steps: list[str] = []
     with pytest.raises(ModelNotFoundError, match="org/partial"):
         source(tmp_path).resolve("org/partial", steps.append)
-    assert steps == ["downloading org/partial"]
+    assert steps == ["looking for org/partial on Hugging Face"]
 
 
 @pytest.mark.usefixtures("offline")
 def test_the_error_for_an_unknown_hub_id_lists_where_it_was_searched(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match="downloading it from Hugging Face failed"):
+    with pytest.raises(ModelNotFoundError, match=r"from Hugging Face failed: .* copy the model"):
         source(tmp_path).resolve("org/nowhere", quiet)
 
 

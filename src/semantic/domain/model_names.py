@@ -1,32 +1,22 @@
-"""Names and aliases by which clients request models."""
+"""Names of models: the aliases by which clients request them, and known models with short names.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+The table of known models is data (`adapters/outbound/models/known_models.toml`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from semantic.domain.errors import InvalidRequestError
 
 # Clients made for Anthropic's models request them by name, also for background tasks.
 _ANY = ("claude*", "anthropic/claude*")
-# Short names: the model as published, and its 4-bit version for MLX.
-SHORT_NAMES = {
-    "llama-3.2-1b": ("unsloth/Llama-3.2-1B-Instruct", "mlx-community/Llama-3.2-1B-Instruct-4bit"),
-    "llama-3.2-3b": ("unsloth/Llama-3.2-3B-Instruct", "mlx-community/Llama-3.2-3B-Instruct-4bit"),
-    "llama-3.1-8b": (
-        "unsloth/Meta-Llama-3.1-8B-Instruct",
-        "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit",
-    ),
-    "qwen2.5-0.5b": ("Qwen/Qwen2.5-0.5B-Instruct", "mlx-community/Qwen2.5-0.5B-Instruct-4bit"),
-    "qwen2.5-7b": ("Qwen/Qwen2.5-7B-Instruct", "mlx-community/Qwen2.5-7B-Instruct-4bit"),
-    "qwen3-4b": ("Qwen/Qwen3-4B", "mlx-community/Qwen3-4B-4bit"),
-    "gemma-3-1b": ("google/gemma-3-1b-it", "mlx-community/gemma-3-1b-it-4bit"),
-    "gemma-3-12b": ("google/gemma-3-12b-it", "mlx-community/gemma-3-12b-it-4bit"),
-    "mistral-7b": (
-        "mistralai/Mistral-7B-Instruct-v0.3",
-        "mlx-community/Mistral-7B-Instruct-v0.3-4bit",
-    ),
-    "gpt-oss-20b": ("openai/gpt-oss-20b", "mlx-community/gpt-oss-20b-MXFP4-Q8"),
-}
+# Weights need scratch memory beside them, and agents need room for at least one conversation.
+_SCRATCH = 1.1
+_MIN_CONVERSATION = 16_384
+# Share of the memory bandwidth that decoding reaches; see docs/benchmarks.md.
+_DECODE_SHARE = 0.7
+_COMFORTABLE_TOKENS_PER_S = 8
 
 
 def served_id(source: str) -> str:
@@ -83,3 +73,80 @@ class ModelNames:
 
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name.lower(), pattern.lower())
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A published model.
+
+    Attributes:
+        name: The short name that commands and requests accept.
+        published: Hugging Face id of the original weights.
+        four_bit: Hugging Face id of a version with four-bit weights.
+        parameters: In billions.
+        active: Parameters that one token uses, in billions; fewer for a mixture of experts.
+        num_bytes: Size of the four-bit version.
+        kv_bytes: KV cache of one token in 16 bits, in layers that keep every token.
+        has_tools: Whether its chat template knows tools.
+    """
+
+    name: str
+    published: str
+    four_bit: str
+    parameters: float
+    active: float
+    num_bytes: int
+    kv_bytes: int
+    max_context: int
+    licence: str
+    has_tools: bool
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory for the weights and one conversation of 16,384 tokens."""
+        tokens = min(self.max_context, _MIN_CONVERSATION)
+        return int(self.num_bytes * _SCRATCH) + tokens * self.kv_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A known model on one machine.
+
+    Attributes:
+        tokens_per_s: Estimated speed of one reply; None if it is not measured.
+        fits: Whether the machine has enough memory for it.
+        is_best: The largest model that fits, is fast enough to work with, and knows tools.
+    """
+
+    model: KnownModel
+    tokens_per_s: float | None
+    fits: bool
+    is_best: bool = False
+
+
+def suggest(
+    models: Iterable[KnownModel], memory_bytes: int, bandwidth: float | None
+) -> tuple[Suggestion, ...]:
+    """Judge models for a machine, in the given order.
+
+    Args:
+        memory_bytes: Memory for weights and KV cache.
+        bandwidth: Bytes that the machine reads from its memory in a second. A decode step reads all
+            active weights once, so this decides its speed. None if it is unknown.
+    """
+    found = [_judge(model, memory_bytes, bandwidth) for model in models]
+    usable = [
+        one
+        for one in found
+        if one.fits
+        and one.model.has_tools
+        and (one.tokens_per_s is None or one.tokens_per_s >= _COMFORTABLE_TOKENS_PER_S)
+    ]
+    best = max(usable, key=lambda one: one.model.parameters, default=None)
+    return tuple(replace(one, is_best=one is best) for one in found)
+
+
+def _judge(model: KnownModel, memory_bytes: int, bandwidth: float | None) -> Suggestion:
+    read = model.num_bytes * model.active / model.parameters
+    speed = _DECODE_SHARE * bandwidth / read if bandwidth else None
+    return Suggestion(model, speed, model.memory_bytes <= memory_bytes)

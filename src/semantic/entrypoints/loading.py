@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import structlog
 
@@ -24,15 +24,20 @@ from semantic.adapters.config.settings import STARTER_MODEL, Settings
 from semantic.adapters.outbound.backends.mlx import runtime as mlx_runtime
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.models.compute_choices import ComputeChoices, cpu_name
+from semantic.adapters.outbound.models.known import short_names
+from semantic.adapters.outbound.models.usage import ModelUsage
 from semantic.application.engine.model import LoadedModel
 from semantic.domain.blocks import BlockOrigin
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.model_names import SHORT_NAMES, ModelNames, served_id
+from semantic.domain.model_names import ModelNames, Suggestion, served_id
 from semantic.domain.reply_format import detect_reply_format
 from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ComputeHint, ModelCacheSpec
 from semantic.entrypoints.cluster_loader import load_sharded
 from semantic.ports.backend import ModelBackendPort, ModelEntry, ModelSourcePort, OnProgress
 from semantic.ports.telemetry import Measure, TelemetryPort
+
+if TYPE_CHECKING:
+    from semantic.adapters.outbound.models.catalogue import ModelCatalogue
 
 _log = structlog.get_logger(__name__)
 
@@ -45,6 +50,33 @@ def choose_backend(settings: Settings) -> BackendName:
     if settings.backend != "auto":
         return settings.backend
     return "mlx" if mlx_runtime.is_preferred() and settings.device != "cpu" else "torch"
+
+
+def local_models(
+    settings: Settings, backend_name: BackendName, growth: Callable[[], int] = lambda: 1
+) -> "ModelCatalogue":
+    """The models on this machine; imports large libraries.
+
+    Args:
+        growth: Returns the factor by which 16-bit weights grow when loaded.
+    """
+    from semantic.adapters.outbound.models.catalogue import ModelCatalogue
+    from semantic.adapters.outbound.models.machine import machine_memory
+    from semantic.adapters.outbound.models.source import LocalModelSource
+
+    def room() -> int:
+        if settings.model_budget_mb:
+            return settings.model_budget_mb * 2**20
+        return machine_memory() - settings.runtime.memory_bytes
+
+    return ModelCatalogue(
+        LocalModelSource(settings.home_dir / "models", STARTER_MODEL),
+        settings.model_dirs,
+        starter_model=STARTER_MODEL,
+        room=room,
+        growth=growth,
+        is_on_gpu=backend_name == "mlx" and not mlx_runtime.is_apple_silicon(),
+    )
 
 
 class ModelLoader:
@@ -65,11 +97,10 @@ class ModelLoader:
         self._telemetry = telemetry
         self._origins = origins
         self._is_float32 = settings.dtype == "float32"  # updated to the loaded model's dtype
-        is_mlx = backend_name == "mlx"
-        short_names = {name: sources[is_mlx] for name, sources in SHORT_NAMES.items()}
-        self.names = ModelNames.of(
-            settings.model_aliases, {"starter": STARTER_MODEL, **short_names}
-        )
+        # PyTorch expands quantised weights on a GPU; everything else computes with them.
+        known = short_names(is_four_bit=backend_name != "torch" or settings.device != "cuda")
+        self.names = ModelNames.of(settings.model_aliases, {"starter": STARTER_MODEL, **known})
+        self._in_use = ModelUsage()  # of the model loaded last
         model = self.names.source(settings.model)
         if backend_name == "fake" and model == STARTER_MODEL:
             model = "fake"
@@ -83,6 +114,12 @@ class ModelLoader:
 
     def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:
         return self._source.fetch(entry, on_progress)
+
+    def suggestions(self) -> Sequence[Suggestion]:
+        return self._source.suggestions()
+
+    def remove(self, entry: ModelEntry) -> int:
+        return self._source.remove(entry)
 
     def load(self, entry: ModelEntry, on_progress: OnProgress) -> LoadedModel:
         """Load a model; call it on the device thread.
@@ -124,25 +161,7 @@ class ModelLoader:
             from semantic.adapters.outbound.backends.fake import FakeModels
 
             return FakeModels()
-        from semantic.adapters.outbound.models.catalogue import ModelCatalogue
-        from semantic.adapters.outbound.models.source import LocalModelSource
-
-        settings = self._settings
-        return ModelCatalogue(
-            LocalModelSource(settings.home_dir / "models", STARTER_MODEL),
-            settings.model_dirs,
-            starter_model=STARTER_MODEL,
-            room=self._room,
-            growth=lambda: 1 + self._is_float32,
-        )
-
-    def _room(self) -> int:
-        from semantic.adapters.outbound.models.catalogue import machine_memory
-
-        settings = self._settings
-        if settings.model_budget_mb:
-            return settings.model_budget_mb * 2**20
-        return machine_memory() - settings.runtime.memory_bytes
+        return local_models(self._settings, self._backend_name, growth=lambda: 1 + self._is_float32)
 
     def _importer(self) -> Callable[[Settings], MakeBackend]:
         name = self._backend_name
@@ -175,6 +194,7 @@ class ModelLoader:
             gc.freeze()
         on_progress(f"loading {directory.name}")
         config = read_config(directory)
+        self._in_use.share(directory)
         identity = fingerprint(directory, models_dir / "fingerprints.json")
         choices = ComputeChoices(models_dir / "compute.json", compute_basis(settings))
         hint = self._hint(identity, choices)

@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from semantic import __version__
-from semantic.adapters.config.settings import Settings
+from semantic.adapters.config.settings import STARTER_MODEL, STARTER_NOTE, Settings
 from semantic.adapters.config.terminal import printable
 from semantic.adapters.inbound.admin.routes import AdminApi, wait_until_drained
 from semantic.adapters.inbound.agents.cache import CacheApi
@@ -424,7 +424,10 @@ def _announce(server: Server, http: uvicorn.Server, failures: list[str]) -> None
         current = server.models.current()
         how = f" ({current.compute.summary})" if current.compute else ""
         with contextlib.suppress(BrokenPipeError):  # the reader of stdout has exited
-            ready = f"\n  ready: {server.model_id} after {elapsed:.1f} s{how}\n\n"
+            ready = f"\n  ready: {server.model_id} after {elapsed:.1f} s{how}\n"
+            if server.model_id == STARTER_MODEL:
+                ready += f"  {STARTER_NOTE}\n"
+            ready += "\n"
             sys.stdout.write(printable(ready))
             sys.stdout.flush()
     elif server.device.state is ModelState.FAILED:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NewType, Protocol, TypeAlias
 
+from semantic.domain.model_names import Suggestion
 from semantic.domain.sampling import SamplingParams, TokenLogprob
 from semantic.domain.spec import Compute, LayerKind, ModelCacheSpec
 
@@ -408,4 +409,16 @@ class ModelSourcePort(Protocol):
         Raises:
             ModelNotFoundError: the model cannot be found or downloaded.
             InvalidRequestError: the model's files cannot be used.
+        """
+
+    def suggestions(self) -> Sequence[Suggestion]:
+        """Judge the known published models for this machine; the first call measures it."""
+
+    def remove(self, entry: ModelEntry) -> int:
+        """Delete a model's files and return how many bytes this freed.
+
+        Raises:
+            ModelNotFoundError: the model is not on this machine.
+            ConflictError: a server on this machine uses the model.
+            InvalidRequestError: the files belong to another program, or the model has none.
         """

@@ -17,6 +17,10 @@ from semantic.domain.access import MIN_SECRET_CHARS
 
 ENV_PREFIX = "SEMANTIC_"
 STARTER_MODEL = "smollm2-135m-instruct"
+STARTER_NOTE = (
+    "This is a demonstration model: it is fast, but its answers are poor. "
+    "`semantic models recommend` lists better ones for this machine."
+)
 _LISTED = {
     "allowed_hosts": (re.compile(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]"), "a host name without a port"),
     "cors_origins": (

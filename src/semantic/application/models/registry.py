@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeAlias
@@ -31,7 +31,7 @@ from semantic.domain.errors import (
     ModelSwapError,
     SemanticError,
 )
-from semantic.domain.model_names import ModelNames
+from semantic.domain.model_names import ModelNames, Suggestion
 from semantic.ports.backend import ModelEntry, ModelSourcePort, OnProgress
 from semantic.ports.inbound import ModelState, ModelStatus
 
@@ -145,6 +145,33 @@ class ModelRegistry:
     def refresh(self) -> None:
         """Read the list of models on disk; slow, and holds no lock meanwhile."""
         self._on_disk = tuple(self._source.entries())
+
+    def suggestions(self) -> Sequence[tuple[Suggestion, bool]]:
+        """Judge known models for this machine, each with whether it is on it. Reads the disk."""
+        self.refresh()
+        here = {entry.source for entry in self._on_disk}
+        return [
+            (one, not here.isdisjoint((one.model.published, one.model.four_bit)))
+            for one in self._source.suggestions()
+        ]
+
+    def remove(self, name: str) -> int:
+        """Delete a model from this machine and return how many bytes this freed.
+
+        Raises:
+            ModelNotFoundError: the model is not on this machine.
+            ConflictError: the model is served or being loaded, here or by another server.
+            InvalidRequestError: its files belong to another program.
+        """
+        self.refresh()
+        entry = self._entry(name)
+        target = self._target
+        if entry.id == self._current.id or (target is not None and entry.id == target.id):
+            raise ConflictError(
+                f"{entry.id} is the model that this server serves; serve another one first.",
+                param="model",
+            )
+        return self._source.remove(entry)
 
     # -- admission ------------------------------------------------------------------------------
 

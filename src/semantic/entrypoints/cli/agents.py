@@ -15,7 +15,14 @@ from rich.tree import Tree
 from semantic.domain.agents import check_agent_id
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.client import Json, ServerClient, file_pieces
-from semantic.entrypoints.cli.flags import Answer, AsJson, print_json, with_server
+from semantic.entrypoints.cli.flags import (
+    Answer,
+    AsJson,
+    Yes,
+    print_json,
+    require_confirmation,
+    with_server,
+)
 from semantic.entrypoints.cli.screen import (
     Spinner,
     age,
@@ -182,26 +189,17 @@ def remove(
     client: ServerClient,
     agents: Annotated[list[str], AgentArgument()],
     *,
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="do not ask for confirmation")] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete agents; forks keep the turns they share."""
-    if not yes and not _confirms(f"delete {', '.join(agents)}?"):
-        raise InvalidRequestError("nothing deleted; -y deletes without asking")
+    require_confirmation(f"delete {', '.join(agents)}?", is_given=yes)
     for agent in agents:
         client.call("DELETE", f"/v1/agents/{agent}")
         if not as_json:
             say(f"deleted {agent}")
     if as_json:
         print_json({"deleted": agents})
-
-
-def _confirms(question: str) -> bool:
-    try:
-        return typer.confirm(question, err=True)
-    except typer.Abort:  # Ctrl-C, or the input has ended
-        typer.echo(err=True)
-        return False
 
 
 @agents_app.command("export")

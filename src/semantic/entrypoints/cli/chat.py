@@ -14,6 +14,7 @@ from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
+from semantic.adapters.config.settings import STARTER_MODEL, STARTER_NOTE
 from semantic.adapters.config.terminal import printable
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.agents import AgentArgument, find_turn, turn_tree
@@ -109,6 +110,8 @@ class ChatSession:
             import readline  # noqa: F401 - gives `input` a history
         if self.screen.is_terminal:
             self.screen.print(f"talking to {self.agent}; /help lists commands", style="dim")
+            if self.client.call("GET", "/health")["model"] == STARTER_MODEL:
+                self.screen.print(STARTER_NOTE, style="dim")
         while (line := self._read()) is not None:
             try:
                 if not self._run_line(line):

@@ -15,10 +15,12 @@ from rich.console import RenderableType
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.config.sources import load_settings, unknown_variables
 from semantic.adapters.config.terminal import escape_controls
+from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.client import DEFAULT_URL, Json, ServerClient
 from semantic.entrypoints.cli.screen import console, say
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
+Yes = Annotated[bool, typer.Option("-y", "--yes", help="do not ask for confirmation")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 
 
@@ -89,6 +91,22 @@ def with_server(command: Command) -> Command:
         return ServerClient(options.pop("server") or DEFAULT_URL, options.pop("key"))
 
     return _with_flags(command, flags, prepare)
+
+
+def require_confirmation(question: str, *, is_given: bool) -> None:
+    """Ask on the terminal before something is deleted, unless `--yes` is given.
+
+    Raises:
+        InvalidRequestError: the answer is no, or there is nobody to ask.
+    """
+    if is_given:
+        return
+    try:
+        if typer.confirm(question, err=True):
+            return
+    except typer.Abort:  # Ctrl-C, or the input has ended
+        typer.echo(err=True)
+    raise InvalidRequestError("nothing deleted; -y deletes without asking")
 
 
 def print_json(value: object) -> None:

@@ -1,22 +1,37 @@
-"""`semantic models`: list, download and swap models."""
+"""`semantic models` and `semantic ps`: recommend, download, show, swap and delete models."""
 
 import contextlib
-from collections.abc import Iterator
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
-from semantic.domain.model_names import SHORT_NAMES
+from semantic.domain.errors import ModelNotFoundError
+from semantic.domain.model_names import Suggestion
 from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
-from semantic.entrypoints.cli.flags import Answer, with_server, with_settings
+from semantic.entrypoints.cli.flags import (
+    Answer,
+    Yes,
+    require_confirmation,
+    with_server,
+    with_settings,
+)
 from semantic.entrypoints.cli.screen import Spinner, size, table
+from semantic.ports.backend import ModelEntry
+
+if TYPE_CHECKING:
+    from semantic.adapters.outbound.models.catalogue import ModelCatalogue
 
 models_app = typer.Typer(
-    help="List, swap and download models.",
+    help="Recommend, download, list, swap and delete models.",
     no_args_is_help=True,
 )
+_STARTER = "starter"
+_ModelOfMachine = Annotated[str, typer.Argument(metavar="MODEL", help="a name from `models ls`")]
 _STATES = {"loaded": "green", "ready": "green", "loading": "yellow", "failed": "red"}
 
 
@@ -86,7 +101,47 @@ def _follow(events: Iterator[Json], status: Spinner) -> None:
 
 
 @models_app.command()
-@with_settings("home")
+@with_settings("home", "backend", "device")
+def recommend(settings: Settings) -> Answer:
+    """Recommend models for this machine's memory and speed; needs no network and no server."""
+    with Spinner("measuring this machine"):
+        found = _catalogue(settings).suggestions()
+    best = next((one.model.name for one in found if one.is_best), None)
+    advice = "No model of this table that knows tools fits and is fast enough."
+    if best:
+        advice = f"Best: semantic models pull {best}; then semantic serve --model {best}."
+    value = [{**asdict(one.model), **_judgement(one)} for one in found]
+    note = (
+        f"{advice}\nMemory holds the weights in four bits and a conversation of 16,384 tokens. "
+        "Speeds are estimated from the measured memory bandwidth."
+    )
+    return Answer(value, _recommended(found), note)
+
+
+def _judgement(one: Suggestion) -> dict[str, Any]:
+    return {"fits": one.fits, "is_best": one.is_best, "tokens_per_s": one.tokens_per_s}
+
+
+def _recommended(found: Sequence[Suggestion]) -> Table:
+    numbers = (">download", ">memory", ">context", ">tokens/s")
+    made = table("model", *numbers, "tools", "licence", "")
+    for one in found:
+        model, speed = one.model, one.tokens_per_s
+        made.add_row(
+            Text(model.name, "bold green" if one.is_best else "" if one.fits else "dim"),
+            size(model.num_bytes),
+            size(model.memory_bytes),
+            f"{model.max_context // 1024}k",
+            f"{speed:.2g}" if speed and speed < 100 else f"{speed:.0f}" if speed else "",
+            "yes" if model.has_tools else "no",
+            model.licence,
+            "best" if one.is_best else "" if one.fits else "too large",
+        )
+    return made
+
+
+@models_app.command()
+@with_settings("home", "backend", "device")
 def pull(
     settings: Settings,
     model: Annotated[
@@ -94,18 +149,79 @@ def pull(
         typer.Argument(metavar="MODEL", help="a short name, a Hugging Face id, a GGUF file"),
     ],
     *,
-    mlx: Annotated[
-        bool, typer.Option("--mlx", help="download the 4-bit MLX version of a short name")
+    full: Annotated[
+        bool, typer.Option("--full", help="download the unquantised version of a short name")
     ] = False,
 ) -> Answer:
-    """Download or convert a model now, so that a later start or swap is faster."""
+    """Download or convert a model now, so that a later start or swap is faster.
+
+    A download needs no server. It says first how much disk it takes, continues where an earlier one
+    stopped, and compares every file with its checksum.
+    """
+    from semantic.adapters.outbound.models.known import short_names
     from semantic.adapters.outbound.models.source import LocalModelSource
 
-    published, four_bit = SHORT_NAMES.get(model, (model, model))
     source = LocalModelSource(settings.home_dir / "models", STARTER_MODEL)
-    name = STARTER_MODEL if model == "starter" else four_bit if mlx else published
+    name = {_STARTER: STARTER_MODEL, **short_names(is_four_bit=not full)}.get(model, model)
     with Spinner(f"looking for {name}") as status:
         directory = source.resolve(name, status.show)
     nbytes = sum(f.stat().st_size for f in directory.iterdir())
     found = {"model": name, "directory": str(directory), "bytes": nbytes}
     return Answer(found, f"{directory}: {size(nbytes)}")
+
+
+@models_app.command()
+@with_settings("home", "backend", "device")
+def show(settings: Settings, model: _ModelOfMachine) -> Answer:
+    """Show what is known of a model on this machine; needs no server."""
+    catalogue = _catalogue(settings)
+    facts = catalogue.describe(_find(catalogue, model))
+    made = table("", "~")
+    for name, value in facts.items():
+        is_size = name == "size_bytes"
+        text = size(float(str(value))) if is_size else f"{value:,}" if name == "context" else value
+        made.add_row("size" if is_size else name, str(text))
+    return Answer(facts, made)
+
+
+@models_app.command()
+@with_settings("home", "backend", "device")
+def rm(settings: Settings, model: _ModelOfMachine, *, yes: Yes = False) -> Answer:
+    """Delete a model that this server downloaded or converted; agents and their KV cache stay."""
+    catalogue = _catalogue(settings)
+    entry = _find(catalogue, model)
+    require_confirmation(f"delete {entry.id} ({size(entry.num_bytes)})?", is_given=yes)
+    freed = catalogue.remove(entry)
+    return Answer({"model": entry.id, "freed_bytes": freed}, f"deleted {entry.id}: {size(freed)}")
+
+
+@with_server
+def ps(client: ServerClient) -> Answer:
+    """Show the loaded model, how it is computed, its memory, and the requests that run."""
+    health, cache = client.call("GET", "/health"), client.call("GET", "/v1/cache")
+    compute = health["compute"] or {}
+    made = table("model", "state", "computed", ">KV cache", ">requests")
+    computed = ", ".join(str(compute[name]) for name in ("dtype", "device", "kernels") if compute)
+    memory = cache["memory"]
+    made.add_row(
+        health["model"],
+        Text(health["state"], _STATES.get(health["state"], "")),
+        computed,
+        f"{size(memory['used'])} of {size(memory['budget'])}",
+        str(cache["live_requests"]),
+    )
+    return Answer({"health": health, "cache": cache}, made)
+
+
+def _catalogue(settings: Settings) -> "ModelCatalogue":
+    from semantic.entrypoints.loading import choose_backend, local_models
+
+    return local_models(settings, choose_backend(settings))
+
+
+def _find(catalogue: "ModelCatalogue", name: str) -> ModelEntry:
+    for entry in catalogue.entries():
+        if name in (entry.id, entry.source):
+            return entry
+    here = ", ".join(entry.id for entry in catalogue.entries())
+    raise ModelNotFoundError(f"there is no model {name!r} on this machine; there are: {here}.")

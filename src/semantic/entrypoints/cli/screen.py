@@ -4,6 +4,7 @@ All text that a command prints goes through `console`, `Spinner` or `say`. They 
 characters and interpret no markup, so that text of models, clients and servers is safe to print.
 """
 
+import re
 import sys
 import time
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ TIER_STYLES = {"hot": "red", "warm": "yellow", "cold": "blue"}
 # Sources of a prompt's tokens, in the order in which a bar shows them.
 REUSE_STYLES = {"hot": "red", "pool": "magenta", "disk": "yellow", "computed": "bright_black"}
 _BAR_WIDTH = 24
+_SHARE = re.compile(r"(\d+) % of ")
 
 
 class _PlainConsole(Console):
@@ -68,7 +70,14 @@ class Spinner:
         self._status.stop()
 
     def show(self, text: str) -> None:
-        self._status.update(Text(text))
+        """Replace the text; a share such as `35 % of 2,300 MB` gets a bar."""
+        shown = Text(text)
+        if share := _SHARE.search(text):
+            done = round(_BAR_WIDTH * min(int(share[1]), 100) / 100)
+            shown = Text.assemble(
+                "━" * done, ("━" * (_BAR_WIDTH - done), "bright_black"), f" {text}"
+            )
+        self._status.update(shown)
 
 
 def size(nbytes: float) -> str:

@@ -99,6 +99,47 @@ class ModelsOut(BaseModel):
     models: list[ModelOut]
 
 
+class SuggestedModel(BaseModel):
+    """A published model, and how it would run on this machine."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    name: str = Field(validation_alias=AliasPath("model", "name"), examples=["qwen3-4b"])
+    source: str = Field(
+        validation_alias=AliasPath("model", "four_bit"),
+        description="the Hugging Face id of its four-bit version",
+        examples=["mlx-community/Qwen3-4B-4bit"],
+    )
+    parameters: float = Field(
+        validation_alias=AliasPath("model", "parameters"), description="in billions"
+    )
+    size_bytes: int = Field(validation_alias=AliasPath("model", "num_bytes"))
+    memory_bytes: int = Field(
+        validation_alias=AliasPath("model", "memory_bytes"),
+        description="of the weights and a conversation of 16,384 tokens",
+    )
+    max_context: int = Field(validation_alias=AliasPath("model", "max_context"))
+    licence: str = Field(validation_alias=AliasPath("model", "licence"))
+    has_tools: bool = Field(validation_alias=AliasPath("model", "has_tools"))
+    fits: bool
+    is_best: bool = Field(description="the largest that fits, is fast enough and knows tools")
+    tokens_per_s: float | None = Field(description="estimated; null if it is not measured")
+    is_here: bool = Field(default=False, description="it is on this machine already")
+
+
+class SuggestedModels(BaseModel):
+    """Known models, the smallest first."""
+
+    models: list[SuggestedModel]
+
+
+class RemovedModel(BaseModel):
+    """A model that was deleted."""
+
+    model: str = Field(examples=["Qwen3-4B-4bit"])
+    freed_bytes: int
+
+
 class Drain(_Body):
     """Accept no new work."""
 
@@ -151,6 +192,8 @@ class AdminApi:
         router = APIRouter(prefix="/admin", tags=["admin"], responses=refusals(400, 404, 409, 503))
         add = router.add_api_route
         add("/models", self.models, methods=["GET"])
+        add("/models/recommended", self.recommended, methods=["GET"])
+        add("/models/{model:path}", self.remove, methods=["DELETE"])
         add("/models/swap", self.swap, methods=["POST"])
         add("/models/load", self.load, methods=["POST"])
         add("/models/unload", self.unload, methods=["POST"])
@@ -174,6 +217,20 @@ class AdminApi:
         found = await asyncio.to_thread(self._models.models)
         models = [ModelOut.model_validate(one) for one in found]
         return ModelsOut(backend=found[0].backend, models=models)
+
+    async def recommended(self) -> SuggestedModels:
+        """List known models, with the memory and the speed that this machine has for them."""
+        found = await asyncio.to_thread(self._models.suggestions)
+        models = [
+            SuggestedModel.model_validate(one).model_copy(update={"is_here": is_here})
+            for one, is_here in found
+        ]
+        return SuggestedModels(models=models)
+
+    async def remove(self, model: str) -> RemovedModel:
+        """Delete a model's files from this machine; not those that other programs downloaded."""
+        freed = await asyncio.to_thread(self._models.remove, model)
+        return RemovedModel(model=model, freed_bytes=freed)
 
     async def swap(self, body: Swap, response: Response) -> SwapOut:
         """Serve another model; running requests may finish first, new ones wait for it.

@@ -25,7 +25,8 @@ from semantic.adapters.outbound.backends.common import (
 )
 from semantic.adapters.outbound.backends.sampler import Logits, sample
 from semantic.domain.chat import JsonObject
-from semantic.domain.errors import CacheCorruptionError, ModelNotFoundError
+from semantic.domain.errors import CacheCorruptionError, InvalidRequestError, ModelNotFoundError
+from semantic.domain.model_names import KnownModel, Suggestion, suggest
 from semantic.domain.sampling import TokenLogprob
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.ports.backend import (
@@ -295,6 +296,16 @@ class FakeModels:
 
     def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:  # noqa: ARG002
         return self.find_model(entry.source)
+
+    def suggestions(self) -> Sequence[Suggestion]:
+        small = KnownModel(
+            "small", "org/small", "org/small-4bit", 1, 1, 10**9, 1, 8192, "MIT", True
+        )
+        large = replace(small, name="large", parameters=9, active=9, num_bytes=9 * 10**9)
+        return suggest([small, large], memory_bytes=2**32, bandwidth=4e10)
+
+    def remove(self, entry: ModelEntry) -> int:
+        raise InvalidRequestError(f"{entry.id} has no files to delete.", param="model")
 
 
 class FakeTokenizer:

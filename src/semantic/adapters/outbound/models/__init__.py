@@ -1,8 +1,10 @@
 """Model directories with config, weights and tokenizer, and where they come from.
 
-1. `catalogue.py` lists the models on this machine and whether they fit into memory.
-2. `source.py` finds a model by path, name or Hugging Face id. `gguf/` converts a GGUF file
-   into a model directory once.
+1. `catalogue.py` lists the models on this machine and whether they fit into memory, and deletes
+   them; `usage.py` protects those that a server uses. `known.py` reads the table of published
+   models, and `machine.py` measures which of them suit this machine.
+2. `source.py` finds a model by path, name or Hugging Face id; `hub.py` downloads it. `gguf/`
+   converts a GGUF file into a model directory once.
 3. `fingerprint.py` identifies the model by its files, so that stored KV cache is never used with
    another; `compute_choices.py` stores the dtype that was chosen for it on this machine;
    `generation_config.py` reads its recommended sampling parameters.

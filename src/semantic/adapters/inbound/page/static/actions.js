@@ -176,8 +176,19 @@ function RemoveDialog({ id }) {
   <//>`;
 }
 
+function RemoveModelDialog({ id, onDone }) {
+  const done = () => {
+    close();
+    onDone();
+  };
+  return html`<${Dialog} title=${`Delete the model ${id}?`} action="Delete" onDone=${done} onClose=${close}>
+    <p class="note">Its files are deleted from this machine. Agents and their KV cache stay, and need the model again for their next turn.</p>
+  <//>`;
+}
+
 export const askFork = (id, turnId = null, onMade) => open(html`<${ForkDialog} id=${id} turnId=${turnId} onMade=${onMade} />`);
 export const askNew = (onMade) => open(html`<${NewDialog} onMade=${onMade} />`);
 export const askImport = (onMade) => open(html`<${ImportDialog} onMade=${onMade} />`);
 export const askRemove = (id) => open(html`<${RemoveDialog} id=${id} />`);
+export const askRemoveModel = (id, onDone) => open(html`<${RemoveModelDialog} id=${id} onDone=${onDone} />`);
 export const openDialog = () => opened;

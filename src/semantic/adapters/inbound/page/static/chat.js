@@ -1,7 +1,7 @@
 // Chat with any agent; below each reply, the sources of its prompt's KV cache.
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { ask, framesOf, get, known, refreshAgent, sayFault, useTopics } from "./server.js";
-import { Bar, Button, Copy, Field, Prose, ReuseBar, Rows, Tier, ago, number, seconds, textOf, thinkingOf } from "./parts.js";
+import { Bar, Button, Copy, Field, Prose, ReuseBar, Rows, STARTER, STARTER_NOTE, Tier, ago, number, seconds, textOf, thinkingOf } from "./parts.js";
 import * as act from "./actions.js";
 
 const PAGE = 30;
@@ -92,7 +92,7 @@ function Conversation({ id, go }) {
       ${agent?.settings.system && html`<details class="system"><summary>System prompt</summary><pre>${agent.settings.system}</pre></details>`}
       ${turns?.map((turn, index) => html`<${Turn} key=${turn.id} id=${id} turn=${turn} isHead=${index === turns.length - 1} go=${go} />`)}
       ${live && html`<${Live} reply=${live} onRetry=${() => submit(live.asked)} />`}
-      ${turns && !turns.length && !live && html`<div class="empty"><p>Send a message to <b>${id}</b>.</p></div>`}
+      ${turns && !turns.length && !live && html`<div class="empty"><p>Send a message to <b>${id}</b>.</p>${known.health?.model === STARTER && html`<p class="note">${STARTER_NOTE}</p>`}</div>`}
       <div ref=${end} />
     </div>
     <${Composer} id=${id} isBusy=${running.current !== null} onSend=${submit} onStop=${() => running.current?.abort()} />

@@ -2,7 +2,8 @@
 // Connect: how to configure each client for this server.
 import { html, useEffect, useState } from "./vendor/preact-htm.js";
 import { get, hasKey, known, listen, refreshModels, say, sayFault, send, usePolling, useTopics } from "./server.js";
-import { Button, Copy, bytes, number } from "./parts.js";
+import { Button, Copy, STARTER, STARTER_NOTE, bytes, number, short } from "./parts.js";
+import { askRemoveModel } from "./actions.js";
 
 // -- models ------------------------------------------------------------------------------------
 
@@ -13,6 +14,7 @@ export function Models() {
   const [models, setModels] = useState(null);
   const [fault, setFault] = useState("");
   const [wanted, setWanted] = useState("");
+  const [suggested, setSuggested] = useState([]);
   const load = async () => {
     await refreshModels();
     try {
@@ -26,7 +28,18 @@ export function Models() {
   const isBusy = models?.some((model) => BUSY.has(model.state));
   usePolling(load, isBusy ? 700 : 4000, [isBusy]);
   useEffect(() => listen(["events"], () => load().catch(() => {})), []);
+  // Without an admin key the list stays empty: serving another model needs one too.
+  useEffect(() => void get("admin/models/recommended").then(({ models }) => setSuggested(models), () => {}), [models?.length]);
 
+  const remove = async (id) => {
+    try {
+      const { freed_bytes } = await send("DELETE", `admin/models/${encodeURIComponent(id)}`);
+      say(`Deleted ${id}: ${bytes(freed_bytes)} freed.`);
+      await load();
+    } catch (error) {
+      sayFault(error);
+    }
+  };
   const change = async (deed, body, text) => {
     try {
       await send("POST", `admin/models/${deed}`, { ...body, wait: false });
@@ -43,8 +56,9 @@ export function Models() {
     ${fault && html`<p class="fault">${fault}</p>`}
     ${health?.problem && html`<p class="fault">${health.problem}</p>`}
     <div class="cards">
-      ${models?.map((model) => html`<${Model} key=${model.id} model=${model} onServe=${() => serve(model.id)} onUnload=${() => change("unload", {}, `Unloading ${model.id}.`)} canSwap=${!fault && !isBusy} />`)}
+      ${models?.map((model) => html`<${Model} key=${model.id} model=${model} onServe=${() => serve(model.id)} onUnload=${() => change("unload", {}, `Unloading ${model.id}.`)} onRemove=${() => askRemoveModel(model.id, () => remove(model.id))} canSwap=${!fault && !isBusy} />`)}
     </div>
+    ${suggested.length > 0 && html`<${Recommended} models=${suggested} onServe=${serve} isBusy=${isBusy} />`}
     ${!fault && html`<form class="fetch" onSubmit=${(event) => (event.preventDefault(), wanted.trim() && serve(wanted.trim()))}>
       <label class="field"><span>Serve another model</span>
         <input value=${wanted} onInput=${(event) => setWanted(event.target.value)} placeholder="a path, or a Hugging Face id such as Qwen/Qwen2.5-0.5B-Instruct" /></label>
@@ -54,7 +68,28 @@ export function Models() {
   </section>`;
 }
 
-function Model({ model, onServe, onUnload, canSwap }) {
+/** Known models, how they would run on this machine, and a button that downloads and serves one. */
+function Recommended({ models, onServe, isBusy }) {
+  return html`<details class="recommended" open=${known.health?.model === STARTER}>
+    <summary>Recommended for this machine</summary>
+    <div class="scroll"><table>
+      <thead><tr><th>Model</th><th>Download</th><th>Memory</th><th>Context</th><th>Tokens/s</th><th>Tools</th><th>Licence</th><th></th></tr></thead>
+      <tbody>${models.map((one) => html`<tr class=${one.fits ? "" : "faint"} key=${one.name}>
+        <td><b>${one.name}</b>${one.is_best && html` <span class="state ready">best here</span>`}</td>
+        <td>${one.is_here ? "on this machine" : bytes(one.size_bytes)}</td>
+        <td>${bytes(one.memory_bytes)}</td>
+        <td>${short(one.max_context)}</td>
+        <td>${one.tokens_per_s ? `about ${number(one.tokens_per_s)}` : "–"}</td>
+        <td>${one.has_tools ? "yes" : "no"}</td>
+        <td>${one.licence}</td>
+        <td>${one.fits ? html`<button disabled=${isBusy} onClick=${() => onServe(one.source)}>${one.is_here ? "Serve" : "Download and serve"}</button>` : "too large"}</td>
+      </tr>`)}</tbody>
+    </table></div>
+    <small>Memory holds the weights in four bits and a conversation of 16,384 tokens. Speeds are estimated from this machine's memory bandwidth.</small>
+  </details>`;
+}
+
+function Model({ model, onServe, onUnload, onRemove, canSwap }) {
   const compute = model.id === known.health?.model ? known.health.compute : null;
   const isServed = model.state === "ready";
   const facts = [
@@ -69,10 +104,11 @@ function Model({ model, onServe, onUnload, canSwap }) {
     <p class="note">${facts.join(" · ")}</p>
     ${BUSY.has(model.state) && html`<div class="progress"><i /></div>`}
     ${model.detail && model.detail !== model.state && html`<p class="detail-text">${model.detail}</p>`}
+    ${model.id === STARTER && html`<p class="note">${STARTER_NOTE}</p>`}
     ${model.fits === false && html`<p class="fault">Its weights do not fit in this machine's memory.</p>`}
     <footer>
       ${isServed && canSwap && html`<${Button} onClick=${onUnload}>Unload<//>`}
-      ${!isServed && !BUSY.has(model.state) && canSwap && html`<${Button} kind="main" onClick=${onServe}>Serve<//>`}
+      ${!isServed && !BUSY.has(model.state) && canSwap && html`<${Button} kind="main" onClick=${onServe}>Serve<//><${Button} onClick=${onRemove}>Delete<//>`}
     </footer>
   </article>`;
 }

@@ -1,6 +1,9 @@
 // Components and helpers of several views: number formats, icons, bars, dialogs, lists, text.
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
+export const STARTER = "smollm2-135m-instruct";
+export const STARTER_NOTE = "This is a demonstration model: it is fast, but its answers are poor. The view Models lists better ones for this machine.";
+
 // -- numbers -----------------------------------------------------------------------------------
 
 export function bytes(count) {
