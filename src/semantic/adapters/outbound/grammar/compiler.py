@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from llguidance import LLMatcher, regex_to_lark
 
 from semantic.adapters.outbound.grammar.constraint import Closing, GrammarConstraint
-from semantic.adapters.outbound.grammar.tool_calls import CALLS, Lark
+from semantic.adapters.outbound.grammar.tool_calls import CALLS, Lark, unanchored
 from semantic.adapters.outbound.grammar.trial import EXCEEDED, GrammarTrials
 from semantic.adapters.outbound.grammar.vocabulary import TokenTable, Vocabulary
 from semantic.domain.chat import (
@@ -61,17 +61,9 @@ def _output(lark: Lark, output: OutputFormat) -> str:
             wanted: JsonObject = {"type": "object"} if schema is None else schema
             return lark.json(wanted, is_lenient=not is_strict)
         case RegexFormat(pattern):
-            return f"/{regex_to_lark(_unanchored(pattern), 'dw')}/"
+            return f"/{regex_to_lark(unanchored(pattern), 'dw')}/"
         case ChoiceFormat(choices):
             return "(" + " | ".join(lark.quoted(choice) for choice in choices) + ")"
-
-
-def _unanchored(pattern: str) -> str:
-    """Remove outer anchors, which are redundant: the whole reply must match."""
-    pattern = pattern.removeprefix("^")
-    num_slashes = len(pattern[:-1]) - len(pattern[:-1].rstrip("\\"))
-    is_anchor = pattern.endswith("$") and num_slashes % 2 == 0
-    return pattern[:-1] if is_anchor else pattern
 
 
 def _body(lark: Lark, shape: ReplyShape) -> str:

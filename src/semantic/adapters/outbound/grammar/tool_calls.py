@@ -3,6 +3,8 @@
 import json
 from collections.abc import Mapping, Sequence
 
+from llguidance import regex_to_lark
+
 from semantic.domain.chat import JsonObject, JsonValue, ToolSpec
 from semantic.domain.reply_format import (
     CALL_MARKERS,
@@ -52,11 +54,32 @@ class Lark:
     def markers(self, *texts: str) -> str:
         return " ".join(self.marker(text) for text in texts)
 
-    def text_until(self, name: str, end: str) -> str:
-        """A rule for free text up to and including `end`."""
+    def text_until(self, name: str, end: str, schema: JsonObject | None = None) -> str:
+        """A rule for text up to and including `end`: free, or as the pattern of a schema wants."""
+        text, pattern = "TEXT", (schema or {}).get("pattern")
+        if isinstance(pattern, str):
+            number = len(self._rules)
+            text = self.rule(f"PATTERN_{number}", f"/{regex_to_lark(_searched(pattern), 'dw')}/")
+            name = f"{name}_{number}"
         if end in self._special_tokens:
-            return f"TEXT {self.marker(end)}"
-        return self.rule(f"{name}[lazy]", f"TEXT {self.quoted(end)}")
+            return f"{text} {self.marker(end)}"
+        return self.rule(f"{name}[lazy]", f"{text} {self.quoted(end)}")
+
+
+def unanchored(pattern: str) -> str:
+    """Remove outer anchors, which are redundant where the whole text must match."""
+    pattern = pattern.removeprefix("^")
+    num_slashes = len(pattern[:-1]) - len(pattern[:-1].rstrip("\\"))
+    is_anchor = pattern.endswith("$") and num_slashes % 2 == 0
+    return pattern[:-1] if is_anchor else pattern
+
+
+def _searched(pattern: str) -> str:
+    """Extend a schema's pattern, which may match anywhere in a text, to match the whole text."""
+    inner = unanchored(pattern)
+    before = "" if pattern.startswith("^") else r"(.|\n)*"
+    after = "" if pattern.removeprefix("^") != inner else r"(.|\n)*"
+    return f"{before}({inner}){after}"
 
 
 class CallGrammar:
@@ -162,7 +185,7 @@ class _QwenXml(_MarkedCall):
         head, end = lark.quoted(f"{QwenTag.PARAMETER}{name}>\n"), self.exits[0]
         if schema.get("type") != "string" or "enum" in schema:
             return f"{head} {_bare_value(lark, schema, tool)} {lark.quoted(end)}"
-        return f"{head} {lark.text_until('value', end)}"
+        return f"{head} {lark.text_until('value', end, schema)}"
 
 
 class _Gemma(_MarkedCall):
@@ -189,7 +212,7 @@ class _Gemma(_MarkedCall):
         if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
             literals = _any_of([lark.quoted(str(choice)) for choice in choices])
             return f"{quote} {literals} {quote}"
-        string = f"{quote} {lark.text_until('quoted', self._quote)}"
+        string = f"{quote} {lark.text_until('quoted', self._quote, schema)}"
         return string if schema.get("type") == "string" else self._any_value(lark, string)
 
     def _any_value(self, lark: Lark, string: str) -> str:
