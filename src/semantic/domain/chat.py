@@ -112,21 +112,25 @@ class ToolUsePart:
     Attributes:
         arguments: The parsed JSON object; see `cut`.
         is_cut: Whether the reply ended inside the arguments; such a call must not be executed.
+        is_custom: See `ToolSpec.is_custom`.
     """
 
     id: str
     name: str
     arguments: JsonObject
     is_cut: bool = False
+    is_custom: bool = False
 
     @classmethod
-    def cut(cls, call_id: str, name: str, written: str) -> "ToolUsePart":
+    def cut(
+        cls, call_id: str, name: str, written: str, *, is_custom: bool = False
+    ) -> "ToolUsePart":
         """Make a call that was cut off, from the part of its arguments that was written.
 
         The text is kept as `unparsed_arguments`. A copy of the call that a client sends back is
         converted in the same way, so both are equal.
         """
-        return cls(call_id, name, unparsed_arguments(written), is_cut=True)
+        return cls(call_id, name, unparsed_arguments(written), is_cut=True, is_custom=is_custom)
 
     @property
     def written(self) -> str:
@@ -195,6 +199,7 @@ class ToolSpec:
     Attributes:
         parameters: JSON schema of the arguments.
         is_deferred: Whether the model sees it only after a `ToolReferencePart` names it.
+        is_custom: Whether clients receive the text of its only argument instead of a JSON object.
     """
 
     name: str
@@ -202,6 +207,7 @@ class ToolSpec:
     parameters: JsonObject
     is_strict: bool = False
     is_deferred: bool = False
+    is_custom: bool = False
 
 
 class ToolMode(enum.Enum):
@@ -215,11 +221,18 @@ class ToolMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which tool calls are allowed; `name` is set with `NAMED` only."""
+    """Which tool calls are allowed.
+
+    Attributes:
+        name: Set with `NAMED` only.
+        allowed: Names of the tools that may be called; None allows all. The prompt shows all tools
+            in any case, so that it stays the same between requests that allow different ones.
+    """
 
     mode: ToolMode = ToolMode.AUTO
     name: str | None = None
     is_parallel: bool = True
+    allowed: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

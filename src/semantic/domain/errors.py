@@ -4,6 +4,7 @@
       InvalidRequestError          400  a field is missing, wrong or unsupported
         ContextLengthError         400  the prompt does not fit the model's context
         ConflictError              409  the request conflicts with the current state
+        ItemNotFoundError          404  the request refers to an item that is not stored
       AuthenticationError          401  no key, or a key that this server does not know
       AgentNotFoundError           404
       ModelNotFoundError           404
@@ -90,6 +91,10 @@ class ContextLengthError(InvalidRequestError):
 
 class ConflictError(InvalidRequestError):
     """The request conflicts with the current state, e.g. a name is already taken."""
+
+
+class ItemNotFoundError(InvalidRequestError):
+    """The request refers to an item of a response that is not stored."""
 
 
 class AuthenticationError(SemanticError):

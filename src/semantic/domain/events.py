@@ -104,11 +104,12 @@ class ThinkingEnded:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStarted:
-    """A tool call begins; calls are numbered from 0."""
+    """A tool call begins; calls are numbered from 0. For `is_custom` see `ToolSpec`."""
 
     index: int
     id: str
     name: str
+    is_custom: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,7 +225,8 @@ class ReplyShape:
             return ()
         if self.tool_choice.mode is ToolMode.NAMED:
             return tuple(tool for tool in self.tools if tool.name == self.tool_choice.name)
-        return self.tools
+        allowed = self.tool_choice.allowed
+        return tuple(tool for tool in self.tools if allowed is None or tool.name in allowed)
 
     @property
     def must_call(self) -> bool:
@@ -239,4 +240,5 @@ class ReplyShape:
     @property
     def is_free(self) -> bool:
         has_strict = any(tool.is_strict for tool in self.allowed_tools)
-        return self.output is None and not self.must_call and not has_strict
+        is_limited = self.tool_choice.allowed is not None
+        return self.output is None and not (self.must_call or has_strict or is_limited)

@@ -342,6 +342,11 @@ class PastTurns:
             is_whole=len(messages) == turn.num_messages,
         )
 
+    def find_reply(self, request_id: str, principal: Principal) -> Message | None:
+        """Return the model's message in the turn a request created; see `find_turn`."""
+        turn = self._turn(request_id, principal)
+        return turn.messages[-1] if turn else None
+
     def forget_text(self, request_id: str, principal: Principal) -> bool:
         """Remove the messages and tokens of a turn; returns False if it has none.
 

@@ -121,6 +121,7 @@ class ReplyParser:
         self._is_parallel = is_parallel
         self._is_over = False
         self._has_calls = False
+        self._custom = frozenset(tool.name for tool in tools if tool.is_custom)
         self._splitters: list[Splitter] = []
         if reply_format.tools is ToolFormat.HARMONY:
             self._splitters.append(HarmonySplitter(tools, new_id, sign))
@@ -158,6 +159,8 @@ class ReplyParser:
 
     def _wanted(self, events: list[Event]) -> list[Event]:
         self._has_calls |= any(isinstance(event, ToolCallStarted) for event in events)
+        if self._custom:
+            events = [self._typed(event) for event in events]
         if self._is_parallel:
             return events
         wanted: list[Event] = []
@@ -165,6 +168,10 @@ class ReplyParser:
             wanted += [] if self._is_over else [event]
             self._is_over |= isinstance(event, ToolCallEnded)
         return wanted
+
+    def _typed(self, event: Event) -> Event:
+        is_custom = isinstance(event, ToolCallStarted) and event.name in self._custom
+        return replace(event, is_custom=True) if is_custom else event
 
 
 def _through(splitter: Splitter, events: list[Event]) -> list[Event]:
@@ -190,10 +197,10 @@ class _GrowingPart:
                 return TextPart(written)
             case ThinkingDelta():
                 return ThinkingPart(written, self.signature)
-            case ToolCallStarted() if self.is_ended:
-                return ToolUsePart(self.event.id, self.event.name, _object(written))
-            case ToolCallStarted():
-                return ToolUsePart.cut(self.event.id, self.event.name, written)
+            case ToolCallStarted(_, call_id, name, is_custom) if self.is_ended:
+                return ToolUsePart(call_id, name, _object(written), is_custom=is_custom)
+            case ToolCallStarted(_, call_id, name, is_custom):
+                return ToolUsePart.cut(call_id, name, written, is_custom=is_custom)
 
 
 class MessageFold:

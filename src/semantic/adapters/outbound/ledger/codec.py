@@ -253,8 +253,8 @@ def _fields(value: Any) -> Any:
     stored = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Message) and not value.is_instruction:
         del stored["is_instruction"]
-    if isinstance(value, ToolUsePart) and not value.is_cut:
-        del stored["is_cut"]
+    if isinstance(value, ToolUsePart):
+        stored = {k: v for k, v in stored.items() if v or k not in ("is_cut", "is_custom")}
     tag = _TAGS.get(type(value))
     return {"type": tag} | stored if tag else stored
 

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -193,6 +194,48 @@ def test_a_required_call_may_be_the_last_or_be_followed_by_another(
         assert END_TOKEN not in allowed(constraint.allowed())
         constraint.accept(byte)
     assert allowed(constraint.allowed()) == [ord("\n"), END_TOKEN]
+
+
+def written_call(grammar: LLGuidanceGrammar, shape: ReplyShape, seed: int = 0) -> str:
+    constraint = grammar.constrain(shape, 1000)
+    assert constraint is not None
+    reply = write_at_random(constraint, TOKENIZER, 1000, seed)
+    assert reply.is_ended
+    return reply.text
+
+
+@pytest.mark.parametrize("tools", ToolFormat)
+def test_a_tool_that_is_not_allowed_cannot_be_called(
+    grammar: LLGuidanceGrammar, tools: ToolFormat
+) -> None:
+    free = ReplyShape(ReplyFormat(tools), tools=TOOLS, may_think=False)
+    limited = ToolChoice(allowed=frozenset({"get_weather"}))
+    is_written = {}
+    for tool in TOOLS:
+        named = replace(free, tool_choice=ToolChoice(ToolMode.NAMED, tool.name))
+        constraint = grammar.constrain(replace(free, tool_choice=limited), 10_000)
+        assert constraint is not None
+        is_written[tool.name] = True
+        for token in TOKENIZER.encode(written_call(grammar, named)):
+            if token not in allowed(constraint.allowed()):
+                is_written[tool.name] = False
+                break
+            constraint.accept(token)
+    assert is_written == {"get_weather": True, "send": False}
+
+
+@pytest.mark.parametrize("tools", ToolFormat)
+def test_a_pattern_is_enforced_in_every_notation(
+    grammar: LLGuidanceGrammar, tools: ToolFormat
+) -> None:
+    text: JsonObject = {"type": "string", "pattern": r'^(?:[a-z]{2,4} "<x>"\n.\\[0-9])$'}
+    schema: JsonObject = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+    tool = ToolSpec("patch", "", schema, is_strict=True)
+    choice = ToolChoice(ToolMode.NAMED, "patch")
+    shape = ReplyShape(ReplyFormat(tools), tools=(tool,), tool_choice=choice, may_think=False)
+    for seed in range(2):
+        (call,) = calls_in(written_call(grammar, shape, seed), shape)
+        assert re.fullmatch(r'[a-z]{2,4} "<x>"\n.\\[0-9]', str(call.arguments["input"]))
 
 
 def test_a_model_without_an_end_token_cannot_be_constrained() -> None:
