@@ -165,7 +165,7 @@ def test_a_call_that_must_be_is(client: openai.OpenAI, choice: Any) -> None:
     assert call.id.startswith("call_")
 
 
-def test_calls_are_streamed_with_their_index_and_no_empty_text(client: openai.OpenAI) -> None:
+def test_calls_are_streamed_with_their_index_and_no_text(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(
         model="fake", messages=HELLO, tools=[WEATHER], tool_choice="required", seed=1
     ) as stream:
@@ -174,7 +174,7 @@ def test_calls_are_streamed_with_their_index_and_no_empty_text(client: openai.Op
     assert final.finish_reason == "tool_calls"
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
     assert deltas[0].role == "assistant"
-    assert all(delta.content is None for delta in deltas)
+    assert [delta.content for delta in deltas] == ["", *[None] * (len(deltas) - 1)]
     calls = [call for delta in deltas for call in delta.tool_calls or []]
     starts = [call.index for call in calls if call.id]
     assert starts == list(range(len(final.message.tool_calls or [])))
@@ -216,7 +216,7 @@ def test_a_call_that_was_cut_off_is_no_call_and_is_recognised_when_it_comes_back
             assert set(json.loads(call.function.arguments)) == {"days"}
     chunks = list(chat(client, **CALLING, **limit, stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]
-    assert all(delta.content is None for delta in deltas)
+    assert not any(delta.content for delta in deltas)
     pieces = [call.function.arguments for d in deltas for call in d.tool_calls or []]
     assert "".join(pieces) == "".join(call.function.arguments for call in calls)
     assert chunks[-1].choices[0].finish_reason == choice.finish_reason

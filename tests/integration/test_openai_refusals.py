@@ -145,7 +145,7 @@ ONE: list[tuple[str, dict[str, Any], str, str]] = [
     (NEW, {"input": 5}, "input", "string"),
     (NEW, {"input": "\ud800"}, "input", "surrogate"),
     (NEW, {"instructions": "\ud800"}, "instructions", "surrogate"),
-    (NEW, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "references"),
+    (NEW, {"input": [{"type": "item_reference"}]}, "input[0].id", "required"),
     (NEW, {"input": [{"type": "riddle"}]}, "input[0].type", "'riddle'"),
     (NEW, {"input": [{"role": "user"}]}, "input[0].content", "required"),
     (NEW, {"input": [{"content": "x"}]}, "input[0].role", "required"),

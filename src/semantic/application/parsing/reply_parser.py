@@ -170,8 +170,9 @@ class ReplyParser:
         return wanted
 
     def _typed(self, event: Event) -> Event:
-        is_custom = isinstance(event, ToolCallStarted) and event.name in self._custom
-        return replace(event, is_custom=True) if is_custom else event
+        if isinstance(event, ToolCallStarted) and event.name in self._custom:
+            return replace(event, is_custom=True)
+        return event
 
 
 def _through(splitter: Splitter, events: list[Event]) -> list[Event]:

@@ -36,6 +36,7 @@ _AUTH = "authentication_error"
 _TABLE = (
     _Row(errors.ContextLengthError, 400, _INVALID, "context_length_exceeded", 400, _INVALID),
     _Row(errors.ConflictError, 409, _INVALID, "conflict", 400, _INVALID),
+    _Row(errors.ItemNotFoundError, 404, _INVALID, "item_not_found", 404, "not_found_error"),
     _Row(errors.InvalidRequestError, 400, _INVALID, "invalid_request", 400, _INVALID),
     _Row(errors.AuthenticationError, 401, _AUTH, "invalid_api_key", 401, _AUTH),
     _Row(errors.AgentNotFoundError, 404, _INVALID, "agent_not_found", 404, "not_found_error"),

@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 from semantic.adapters.inbound.http import streaming
 from semantic.adapters.inbound.http.errors import openai_body
 from semantic.adapters.inbound.http.streaming import Json, ReplySet
+from semantic.adapters.inbound.openai.custom_tools import CustomInput, input_text
 from semantic.adapters.inbound.openai.fields import outer_call_id
 from semantic.adapters.inbound.openai.requests import CompletionRequest
 from semantic.adapters.inbound.wire import Count, Durable, Positive, durable_json
@@ -27,6 +28,7 @@ from semantic.domain.events import (
     TextDelta,
     ThinkingDelta,
     ToolCallDelta,
+    ToolCallEnded,
     ToolCallStarted,
 )
 from semantic.domain.sampling import FinishReason
@@ -80,10 +82,16 @@ class _ReplyFunction(TypedDict):
     arguments: str
 
 
+class _ReplyCustom(TypedDict):
+    name: str
+    input: str
+
+
 class _ReplyToolCall(TypedDict):
     id: str
-    type: Literal["function"]
-    function: _ReplyFunction
+    type: Literal["function", "custom"]
+    function: NotRequired[_ReplyFunction]
+    custom: NotRequired[_ReplyCustom]
 
 
 class _ReplyMessage(TypedDict):
@@ -274,6 +282,7 @@ class ChatForm:
 
     def __init__(self, num_replies: int) -> None:
         self.num_replies = num_replies
+        self._inputs: dict[tuple[int, int], CustomInput] = {}  # by reply and call
 
     def whole(self, index: int, reply: CollectedReply) -> Json:
         return _choice(index, {"message": reply.message()}, reply.finished, reply.scored)
@@ -282,23 +291,36 @@ class ChatForm:
         delta: Json
         match event:
             case Started():
-                # No `content`: with empty text, some clients open a text part even if only calls
-                # follow; others concatenate every `content`, and null is not text.
-                delta = {"role": "assistant", "refusal": None}
+                # As from OpenAI: some clients index `content`, others concatenate it, which fails
+                # for null.
+                delta = {"role": "assistant", "content": "", "refusal": None}
             case TextDelta():
                 return _choice(index, {"delta": {"content": event.text}}, None, event.logprobs)
             case ThinkingDelta(text):
                 delta = {"reasoning_content": text}
             case ToolCallStarted():
+                if event.is_custom:
+                    self._inputs[index, event.index] = CustomInput()
                 delta = {"tool_calls": [{"index": event.index, **_call(event, "")}]}
-            case ToolCallDelta():
-                function = {"arguments": event.arguments}
-                delta = {"tool_calls": [{"index": event.index, "function": function}]}
+            case ToolCallDelta() | ToolCallEnded():
+                written = self._written(index, event)
+                if written is None:
+                    return None
+                delta = {"tool_calls": [{"index": event.index, **written}]}
             case Finished():
                 return _choice(index, {"delta": {}}, event)
             case _:
                 return None
         return _choice(index, {"delta": delta})
+
+    def _written(self, index: int, event: ToolCallDelta | ToolCallEnded) -> Json | None:
+        """Format what an event adds to a call; None if it adds nothing."""
+        arguments = event.arguments if isinstance(event, ToolCallDelta) else None
+        reader = self._inputs.get((index, event.index))
+        if reader is None:
+            return None if arguments is None else {"function": {"arguments": arguments}}
+        text = reader.finish() if arguments is None else reader.feed(arguments)
+        return {"custom": {"input": text}} if text else None
 
 
 class CompletionForm:
@@ -389,6 +411,9 @@ def _choice(
 
 
 def _call(call: ToolCallStarted, arguments: str) -> _ReplyToolCall:
+    if call.is_custom:
+        custom: _ReplyCustom = {"name": call.name, "input": input_text(arguments)}
+        return {"id": outer_call_id(call.id), "type": "custom", "custom": custom}
     function: _ReplyFunction = {"name": call.name, "arguments": arguments}
     return {"id": outer_call_id(call.id), "type": "function", "function": function}
 

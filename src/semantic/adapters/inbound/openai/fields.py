@@ -5,13 +5,21 @@ are refused by name. A value must have the right JSON type: strings are not conv
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias
 
 from fastapi import Depends, Header
 from pydantic import Field, Strict
 
-from semantic.adapters.inbound.wire import Limited, Schema, refuse, reply_limit, sampling_of
+from semantic.adapters.inbound.wire import (
+    Limited,
+    Schema,
+    refuse,
+    reply_limit,
+    sampling_of,
+    tool_choice_of,
+)
 from semantic.domain.agents import check_agent_id
 from semantic.domain.chat import (
     AgentHint,
@@ -21,6 +29,9 @@ from semantic.domain.chat import (
     OutputFormat,
     RegexFormat,
     Thinking,
+    ToolChoice,
+    ToolMode,
+    ToolSpec,
     unparsed_arguments,
 )
 from semantic.domain.errors import InvalidRequestError
@@ -198,6 +209,39 @@ Hint: TypeAlias = Annotated[AgentHint, Depends(client_hint)]
 def thinking_of(effort: str | None) -> Thinking | None:
     """Translate a reasoning effort: `none` disables thinking, any other value enables it."""
     return None if effort is None else Thinking(is_enabled=effort != "none")
+
+
+class ChosenTools(Protocol):
+    """A tool choice: the tool to call or, if it has a `mode`, the tools that may be called."""
+
+    @property
+    def name(self) -> str | None: ...
+
+    @property
+    def mode(self) -> str | None: ...
+
+    @property
+    def allowed(self) -> list[str]: ...
+
+
+def choice_of(
+    choice: str | ChosenTools | None, is_parallel: bool | None, tools: Sequence[ToolSpec]
+) -> ToolChoice:
+    """Translate which of the offered tools the model may call; None is the default.
+
+    Raises:
+        InvalidRequestError: the choice allows a tool that is not offered, or none.
+    """
+    if choice is None or isinstance(choice, str):
+        return tool_choice_of(choice, is_parallel)
+    if choice.mode is None:
+        return ToolChoice(ToolMode.NAMED, choice.name, is_parallel is not False)
+    offered = [tool.name for tool in tools]
+    unknown = [name for name in choice.allowed if name not in offered]
+    refuse(unknown, "tool_choice", f"it allows {unknown}, but the tools are {offered}.")
+    refuse(not choice.allowed, "tool_choice", f"it allows no tool; name some of {offered}.")
+    made = tool_choice_of(choice.mode, is_parallel)
+    return replace(made, allowed=frozenset(choice.allowed))
 
 
 def outer_call_id(call_id: str) -> str:

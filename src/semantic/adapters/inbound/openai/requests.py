@@ -6,11 +6,17 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, StrictInt, StrictStr, field_validator
 
+from semantic.adapters.inbound.openai.custom_tools import (
+    CustomFormat,
+    custom_arguments,
+    custom_tool,
+)
 from semantic.adapters.inbound.openai.fields import (
     MAX_REPLIES,
     RequestFields,
     StreamOptions,
     call_arguments,
+    choice_of,
     inner_call_id,
     thinking_of,
 )
@@ -24,7 +30,6 @@ from semantic.adapters.inbound.wire import (
     example,
     limit_parts,
     refuse,
-    tool_choice_of,
 )
 from semantic.domain.chat import (
     AgentHint,
@@ -40,13 +45,14 @@ from semantic.domain.chat import (
     Thinking,
     ThinkingPart,
     ToolResultPart,
+    ToolSpec,
     ToolUsePart,
     is_continuable,
 )
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import MAX_TOP_LOGPROBS
 
-_TOOL_PARAMETERS = re.compile(r"(tools\[\d+\])\.(parameters)")
+_TOOL_PARAMETERS = re.compile(r"(tools\[(\d+)\])\.parameters")
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 _MAX_IDS = 2_000_000
 _Ids: TypeAlias = list[StrictInt]
@@ -79,14 +85,26 @@ class _CalledFunction(Schema):
     arguments: str | None = None
 
 
-class _ToolCall(Schema):
+class _CalledCustom(Schema):
+    name: str
+    input: str = ""
+
+
+class _ToolCall(VariantSchema):
+    needed: ClassVar = {"function": ["function"], "custom": ["custom"]}
+
+    type: Literal["function", "custom"] = "function"
     id: str = ""
-    type: Literal["function"] = "function"
-    function: _CalledFunction
+    function: _CalledFunction | None = None
+    custom: _CalledCustom | None = None
 
     def to_domain(self) -> ToolUsePart:
-        arguments = call_arguments(self.function.arguments or "")
-        return ToolUsePart(inner_call_id(self.id), self.function.name, arguments)
+        call_id, custom, function = inner_call_id(self.id), self.custom, self.function
+        if self.type == "custom" and custom is not None:
+            arguments = custom_arguments(custom.input)
+            return ToolUsePart(call_id, custom.name, arguments, is_custom=True)
+        arguments = call_arguments((function and function.arguments) or "")
+        return ToolUsePart(call_id, function.name if function else "", arguments)
 
 
 class ChatMessage(VariantSchema):
@@ -182,22 +200,62 @@ class _ChatFunction(ToolSchema):
     name: str
 
 
-class _ChatTool(Schema):
-    type: Literal["function"]
-    function: _ChatFunction
+class _CustomTool(Schema):
+    name: str
+    description: str | None = None
+    format: CustomFormat | None = None
 
 
-class _FunctionName(Schema):
+class _ChatTool(VariantSchema):
+    needed: ClassVar = {"function": ["function"], "custom": ["custom"]}
+
+    type: Literal["function", "custom"]
+    function: _ChatFunction | None = None
+    custom: _CustomTool | None = None
+
+    def to_domain(self, index: int) -> ToolSpec:
+        if self.custom is not None:
+            tool = self.custom
+            param = f"tools[{index}].custom.format"
+            return custom_tool(tool.name, tool.description, tool.format, param)
+        return (self.function or _ChatFunction(name="")).to_domain()
+
+
+class _ToolName(Schema):
     name: str
 
 
-class _ChatToolChoice(Schema):
-    type: Literal["function"]
-    function: _FunctionName
+class _ChosenTool(VariantSchema):
+    needed: ClassVar = {"function": ["function"], "custom": ["custom"]}
+
+    type: Literal["function", "custom"]
+    function: _ToolName | None = None
+    custom: _ToolName | None = None
 
     @property
     def name(self) -> str:
-        return self.function.name
+        tool = self.function or self.custom
+        return tool.name if tool else ""
+
+
+class _AllowedTools(Schema):
+    mode: Literal["auto", "required"]
+    tools: Limited[list[_ChosenTool]]
+
+
+class _ChatToolChoice(_ChosenTool):
+    needed: ClassVar = {**_ChosenTool.needed, "allowed_tools": ["allowed_tools"]}
+
+    type: Literal["function", "custom", "allowed_tools"]  # type: ignore[assignment]
+    allowed_tools: _AllowedTools | None = None
+
+    @property
+    def mode(self) -> str | None:
+        return self.allowed_tools.mode if self.allowed_tools else None
+
+    @property
+    def allowed(self) -> list[str]:
+        return [tool.name for tool in self.allowed_tools.tools] if self.allowed_tools else []
 
 
 class _TemplateOptions(Schema):
@@ -267,11 +325,12 @@ class ChatCompletionRequest(_RepliesFields):
             )
         limit = self.max_completion_tokens
         messages = tuple(message.to_domain() for message in self.messages)
+        tools = tuple(tool.to_domain(index) for index, tool in enumerate(self.tools or ()))
         return ChatRequest(
             model=self.model or "",
             messages=messages,
-            tools=tuple(tool.function.to_domain() for tool in self.tools or ()),
-            tool_choice=tool_choice_of(self.tool_choice, self.parallel_tool_calls),
+            tools=tools,
+            tool_choice=choice_of(self.tool_choice, self.parallel_tool_calls, tools),
             sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None),
             stop=self.stop_rules(self.max_tokens if limit is None else limit),
             output_format=self.form(self._own_form(), "response_format"),
@@ -287,7 +346,11 @@ class ChatCompletionRequest(_RepliesFields):
             return "max_completion_tokens"
         if param == "response_format":
             return self.form_param(param)
-        return param and _TOOL_PARAMETERS.sub(r"\1.function.\2", param)
+        match = _TOOL_PARAMETERS.fullmatch(param or "")
+        if match is None:
+            return param
+        is_custom = (self.tools or [])[int(match[2])].type == "custom"
+        return f"{match[1]}.custom.format" if is_custom else f"{match[1]}.function.parameters"
 
     def _is_continued(self, messages: Sequence[Message]) -> bool:
         """Whether the reply continues the last message.

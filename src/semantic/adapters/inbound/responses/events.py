@@ -1,27 +1,17 @@
 """Translates a reply to an OpenAI response object and its stream events."""
 
-import json
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NotRequired, cast
+from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
 from semantic.adapters.inbound.http.streaming import Json
+from semantic.adapters.inbound.openai.custom_tools import CustomInput
 from semantic.adapters.inbound.openai.events import OutputDetails, PromptDetails, scored_json
 from semantic.adapters.inbound.openai.fields import outer_call_id
-from semantic.adapters.inbound.responses.requests import ResponsesRequest
 from semantic.adapters.inbound.wire import Count, Durable, Positive, durable_json
-from semantic.domain.chat import (
-    Message,
-    Role,
-    TextPart,
-    ThinkingPart,
-    ToolResultPart,
-    ToolUsePart,
-)
 from semantic.domain.errors import PoolExhaustedError, QuotaExceededError, RateLimitedError
 from semantic.domain.events import (
     Event,
@@ -37,11 +27,11 @@ from semantic.domain.events import (
     Usage,
 )
 from semantic.domain.sampling import FinishReason
-from semantic.ports.inbound import PastTurn
 
 PREFIX = "resp_"
 _CUT_SHORT = (FinishReason.MAX_TOKENS, FinishReason.CONTEXT_FULL)
 _LIMITS = (RateLimitedError, QuotaExceededError, PoolExhaustedError)
+_USED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 
 
 # -- response bodies: the fields that are always present; a response may have more -------------
@@ -57,7 +47,7 @@ class _Usage(TypedDict):
 
 class _OutputItem(TypedDict):
     id: str
-    type: Literal["message", "reasoning", "function_call"]
+    type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
     status: Literal["completed", "incomplete"]
 
 
@@ -72,7 +62,8 @@ class ResponseBody(TypedDict):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["completed", "failed", "in_progress", "cancelled", "incomplete"]
+    completed_at: int | None
+    status: Literal["completed", "failed", "in_progress", "cancelled", "queued", "incomplete"]
     model: str
     output: list[_OutputItem]
     error: _Failure | None
@@ -81,7 +72,9 @@ class ResponseBody(TypedDict):
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
+    frequency_penalty: float
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: str | None
     store: bool
     temperature: float | None
@@ -125,8 +118,9 @@ _WRITTEN = {
     "reasoning": "reasoning_text",
     "message": "output_text",
     "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
 }
-_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
 @dataclass(slots=True)
@@ -140,6 +134,7 @@ class _Item:
     logprobs: list[Json] = field(default_factory=list)
     handle: str | None = None
     call: ToolCallStarted | None = None
+    input: CustomInput = field(default_factory=CustomInput)
 
     @property
     def text(self) -> str:
@@ -148,7 +143,7 @@ class _Item:
     @property
     def place(self) -> Json:
         """The position in its events; a call's arguments are not a content part."""
-        content = {} if self.kind == "function_call" else {"content_index": 0}
+        content = {} if self.call else {"content_index": 0}
         return {"item_id": self.id, "output_index": self.index, **content}
 
     def scored(self, logprobs: list[Json]) -> Json:
@@ -177,12 +172,17 @@ class _Item:
         call = self.call
         return {
             "id": self.id,
-            "type": "function_call",
+            "type": self.kind,
             "call_id": outer_call_id(call.id) if call else "",
             "name": call.name if call else "",
-            "arguments": self.text if is_begun else "",
+            self.written: self.text if is_begun else "",
             "status": status,
         }
+
+    @property
+    def written(self) -> str:
+        """The field of a call that has what the model wrote."""
+        return "input" if self.kind == "custom_tool_call" else "arguments"
 
 
 class ResponseWriter:
@@ -208,6 +208,7 @@ class ResponseWriter:
             case Failed():
                 self._fail(event)
             case _:
+                self._proceed()
                 self._go_on(event)
         events, self._pending = self._pending, []
         return events
@@ -222,9 +223,9 @@ class ResponseWriter:
                 self._item.handle = signature if self._wants_handles else None
                 self._close("completed")
             case ToolCallStarted():
-                self._open("function_call", event)
-            case ToolCallDelta() if self._is_in_call:
-                self._write("function_call", event.arguments)
+                self._open("custom_tool_call" if event.is_custom else "function_call", event)
+            case ToolCallDelta() if self._item and self._item.call:
+                self._write_call(self._item, event.arguments)
             case ToolCallEnded():
                 self._close("completed")
 
@@ -232,10 +233,18 @@ class ResponseWriter:
 
     def _start(self, started: Started) -> None:
         head = self._head(started.request_id, started.model)
-        used: Json = {"temperature": started.sampling.temperature, "top_p": started.sampling.top_p}
+        used: Json = {name: getattr(started.sampling, name) for name in _USED}
         self.response = head | self.response | used
+        is_queued = self.response.get("background")
+        self.response["status"] = "queued" if is_queued else "in_progress"
         self._emit_response("response.created")
-        self._emit_response("response.in_progress")
+        self._emit_response("response.queued" if is_queued else "response.in_progress")
+
+    def _proceed(self) -> None:
+        """Report that a response in the background is no longer queued."""
+        if self.response.get("status") == "queued":
+            self.response["status"] = "in_progress"
+            self._emit_response("response.in_progress")
 
     def _head(self, request_id: str, model: str) -> Json:
         self._request_id = request_id
@@ -246,6 +255,7 @@ class ResponseWriter:
             "status": "in_progress",
             "model": model,
             "output": self._output,
+            "completed_at": None,
             "error": None,
             "incomplete_details": None,
             "usage": None,
@@ -280,7 +290,7 @@ class ResponseWriter:
 
     @property
     def _is_in_call(self) -> bool:
-        return self._item is not None and self._item.kind == "function_call"
+        return self._item is not None and self._item.call is not None
 
     def _emit_response(self, kind: str) -> None:
         self._emit(kind, {"response": {**self.response, "output": list(self._output)}})
@@ -298,6 +308,12 @@ class ResponseWriter:
         delta = {**item.place, "delta": text, **item.scored(logprobs or [])}
         self._emit(f"response.{_WRITTEN[kind]}.delta", delta)
 
+    def _write_call(self, item: _Item, arguments: str) -> None:
+        is_custom = item.kind == "custom_tool_call"
+        text = item.input.feed(arguments) if is_custom else arguments
+        if text or not is_custom:
+            self._write(item.kind, text)
+
     def _open(self, kind: str, call: ToolCallStarted | None = None) -> _Item:
         self._close("incomplete" if self._is_in_call else "completed")
         index = len(self._output)
@@ -305,19 +321,21 @@ class ResponseWriter:
         item = self._item = _Item(kind, name, index, call=call)
         added = {"output_index": index, "item": item.json("in_progress")}
         self._emit("response.output_item.added", added)
-        if kind != "function_call":
+        if call is None:
             self._emit("response.content_part.added", {**item.place, "part": item.part("")})
         return item
 
     def _close(self, status: str) -> None:
+        if self._item and (rest := self._item.input.finish()):
+            self._write(self._item.kind, rest)
         item, self._item = self._item, None
         if item is None:
             return
         done = f"response.{_WRITTEN[item.kind]}.done"
-        if item.kind == "function_call":
-            named = item.call and item.call.name
+        if item.call is not None:
+            named = {} if item.call.is_custom else {"name": item.call.name}
             if status == "completed":  # clients run the call on this event
-                self._emit(done, {**item.place, "arguments": item.text, "name": named})
+                self._emit(done, {**item.place, item.written: item.text, **named})
         else:
             self._emit(done, {**item.place, "text": item.text, **item.scored(item.logprobs)})
             self._emit("response.content_part.done", {**item.place, "part": item.part()})
@@ -337,129 +355,3 @@ def _usage(usage: Usage) -> _Usage:
         "output_tokens_details": {"reasoning_tokens": usage.thinking_tokens},
         "total_tokens": usage.total_tokens,
     }
-
-
-# -- settings that a response repeats, and responses rebuilt from logged turns ------------------
-
-_DEFAULTS: Json = {
-    "background": False,
-    "conversation": None,
-    "instructions": None,
-    "max_output_tokens": None,
-    "max_tool_calls": None,
-    "metadata": {},
-    "parallel_tool_calls": True,
-    "previous_response_id": None,
-    "prompt_cache_key": None,
-    "reasoning": {"effort": None, "summary": None},
-    "safety_identifier": None,
-    "service_tier": "default",
-    "store": True,
-    "text": {"format": {"type": "text"}},
-    "tool_choice": "auto",
-    "tools": [],
-    "top_logprobs": 0,
-    "truncation": "disabled",
-    "user": None,
-}
-
-
-def settings_of(body: ResponsesRequest) -> Json:
-    """Return a request's settings, with defaults for absent fields."""
-    given = body.model_dump(include=set(_DEFAULTS) - {"conversation", "text", "tools"})
-    made: Json = {
-        **_DEFAULTS,
-        **{name: value for name, value in given.items() if value is not None},
-        "text": _text(body),
-        "tools": [_tool(tool.model_dump()) for tool in body.functions],
-    }
-    return _spelled(made)
-
-
-def _spelled(settings: Json) -> Json:
-    """Replace values that JSON and UTF-8 cannot express: lone surrogates, NaN, infinity."""
-    text = json.dumps(settings, ensure_ascii=False).encode("utf-8", "replace")
-    made: Json = json.loads(text, parse_constant=lambda _: None)
-    return made
-
-
-def _text(body: ResponsesRequest) -> Json:
-    text_format = body.text.format if body.text else None
-    if text_format is None or text_format.type != "json_schema":
-        return {"format": {"type": text_format.type if text_format else "text"}}
-    name, is_strict = text_format.name or "response", bool(text_format.strict)
-    made: Json = {"type": "json_schema", "name": name, "strict": is_strict}
-    return {
-        "format": made | {"description": text_format.description, "schema": text_format.schema_}
-    }
-
-
-def _tool(tool: Json) -> Json:
-    function = {**tool, "parameters": tool["parameters"] or {}, "strict": bool(tool["strict"])}
-    return {"type": "function", **function}
-
-
-def response_of(request_id: str, past: PastTurn, served: str) -> Json:
-    """Rebuild a response from its logged turn, with default settings because none are logged.
-
-    Args:
-        request_id: The response's id, without prefix.
-        served: The currently served model, used if the turn does not name its model.
-    """
-    writer = ResponseWriter(dict(_DEFAULTS))
-    writer.feed(Started(request_id, past.model or served, past.usage))
-    for event in _events_of(past.reply):
-        writer.feed(event)
-    writer.feed(Finished(past.reason or FinishReason.END_TURN, past.usage))
-    at = int(past.created_at)
-    ended = {"completed_at": at} if writer.response["status"] == "completed" else {}
-    unknown = {"temperature": None, "top_p": None}
-    return writer.response | {"created_at": at} | unknown | ended
-
-
-def items_of(request_id: str, messages: Sequence[Message]) -> list[Json]:
-    """Translate messages to the items that a client would send."""
-    items: list[Json] = []
-    for number, message in enumerate(messages):
-        name = f"{request_id}_in{number}"
-        if message.role is Role.ASSISTANT:
-            past = PastTurn(name, (), message, Usage(0), 0.0, "", None)
-            items += cast("list[Json]", response_of(name, past, "")["output"])
-            continue
-        texts = [part for part in message.parts if isinstance(part, TextPart)]
-        if texts:
-            content = [{"type": "input_text", "text": part.text} for part in texts]
-            head: Json = {"id": f"msg_{name}", "type": "message", "role": message.role.value}
-            items.append(head | {"status": "completed", "content": content})
-        for part in message.parts:
-            if isinstance(part, ToolResultPart):
-                items.append(_result(f"fco_{name}_{len(items)}", part))
-    return items
-
-
-def _result(name: str, part: ToolResultPart) -> Json:
-    output = "".join(piece.text for piece in part.content if isinstance(piece, TextPart))
-    call_id = outer_call_id(part.tool_use_id)
-    kind = "function_call_output"
-    return {"id": name, "type": kind, "call_id": call_id, "output": output, "status": "completed"}
-
-
-def _events_of(message: Message) -> list[Event]:
-    events: list[Event] = []
-    num_calls = 0
-    for part in message.parts:
-        match part:
-            case TextPart(text):
-                events.append(TextDelta(text))
-            case ThinkingPart(text, signature):
-                events += [ThinkingDelta(text), ThinkingEnded(signature)]
-            case ToolUsePart(name, called, arguments):
-                whole = json.dumps(arguments, ensure_ascii=False)
-                written = part.written if part.is_cut else whole
-                events += [ToolCallStarted(num_calls, name, called)]
-                events += [ToolCallDelta(num_calls, written)]
-                events += [] if part.is_cut else [ToolCallEnded(num_calls)]
-                num_calls += 1
-            case _:
-                pass
-    return events

@@ -5,15 +5,22 @@ message again; otherwise its tokens would not match those in the KV cache.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from semantic.adapters.inbound.http.streaming import Json
+from semantic.adapters.inbound.openai.custom_tools import (
+    CustomFormat,
+    custom_arguments,
+    custom_tool,
+)
 from semantic.adapters.inbound.openai.fields import (
     RequestFields,
     call_arguments,
+    choice_of,
     inner_call_id,
     thinking_of,
 )
@@ -28,7 +35,6 @@ from semantic.adapters.inbound.wire import (
     limit_entries,
     refuse,
     renumber,
-    tool_choice_of,
 )
 from semantic.domain.chat import (
     AgentHint,
@@ -42,16 +48,18 @@ from semantic.domain.chat import (
     TextPart,
     ThinkingPart,
     ToolResultPart,
+    ToolSpec,
     ToolUsePart,
     is_continuable,
 )
+from semantic.domain.errors import ItemNotFoundError
 from semantic.domain.sampling import MAX_TOP_LOGPROBS
 from semantic.ports.inbound import PastTurn
 
 _KNOWN = frozenset(
     {
         "message", "reasoning", "function_call", "function_call_output", "custom_tool_call",
-        "custom_tool_call_output",
+        "custom_tool_call_output", "item_reference",
     }
 )  # fmt: skip
 # Records of tools that run elsewhere; the server does not offer these tools, and drops the items.
@@ -95,6 +103,7 @@ class InputItem(VariantSchema):
     """One input item of any type."""
 
     needed: ClassVar = {
+        "item_reference": ("id",),
         "message": ("role", "content"),
         "function_call": ("call_id", "name"),
         "custom_tool_call": ("call_id", "name"),
@@ -103,6 +112,7 @@ class InputItem(VariantSchema):
     }
 
     type: str = "message"
+    id: str | None = Field(None, max_length=512)
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Limited[str | list[ItemContent] | None] = None
     call_id: str | None = None
@@ -113,11 +123,17 @@ class InputItem(VariantSchema):
     summary: Limited[list[ItemContent] | None] = None
     encrypted_content: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_reference(cls, value: object) -> object:
+        """Add the type of a reference, which clients may leave out."""
+        if isinstance(value, dict) and "id" in value and not value.keys() & {"role", "content"}:
+            return {**value, "type": value.get("type") or "item_reference"}
+        return value
+
     @field_validator("type")
     @classmethod
     def _require_known(cls, value: str) -> str:
-        if value == "item_reference":
-            raise ValueError("references are not supported; send the item itself")
         if value not in _KNOWN | _SKIPPED:
             raise ValueError(f"items of type {value!r} are not supported")
         return value
@@ -136,11 +152,14 @@ class InputItem(VariantSchema):
             return self._thinking()
         if self.type == "message":
             return _parts(self.content)
-        if self.type == "custom_tool_call":
-            arguments = call_arguments(self.arguments or "") | {"input": self.input or ""}
-        else:
-            arguments = call_arguments(self.arguments or "")
-        return (ToolUsePart(inner_call_id(self.call_id or ""), self.name or "", arguments),)
+        is_custom = self.type == "custom_tool_call"
+        arguments = (
+            custom_arguments(self.input or "")
+            if is_custom
+            else call_arguments(self.arguments or "")
+        )
+        call_id = inner_call_id(self.call_id or "")
+        return (ToolUsePart(call_id, self.name or "", arguments, is_custom=is_custom),)
 
     def message(self) -> Message:
         """Translate to a message of its own; not for items of the assistant."""
@@ -201,15 +220,42 @@ _ENCRYPTED = "reasoning.encrypted_content"
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 
 
-class _ResponsesTool(ToolSchema):
-    """A tool of any type; only functions are offered to the model."""
+class ResponsesTool(ToolSchema):
+    """A tool of any type; only functions and custom tools are offered to the model."""
 
     type: str
+    format: CustomFormat | None = None
+
+    @property
+    def is_offered(self) -> bool:
+        return self.type in ("function", "custom")
+
+    def to_domain(self, param: str = "tools") -> ToolSpec:
+        if self.type == "custom":
+            return custom_tool(self.name or "", self.description, self.format, f"{param}.format")
+        return super().to_domain()
 
 
-class _ResponsesToolChoice(Schema):
-    type: Literal["function"]
-    name: str
+class _ChosenTool(Schema):
+    type: str
+    name: str | None = None
+
+
+class _ResponsesToolChoice(VariantSchema):
+    needed: ClassVar = {
+        "function": ["name"],
+        "custom": ["name"],
+        "allowed_tools": ["mode", "tools"],
+    }
+
+    type: Literal["function", "custom", "allowed_tools"]
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Limited[list[_ChosenTool] | None] = None
+
+    @property
+    def allowed(self) -> list[str]:
+        return [tool.name for tool in self.tools or () if tool.name is not None]
 
 
 class _TextFormat(Schema):
@@ -241,7 +287,7 @@ class ResponsesRequest(RequestFields):
     store: bool | None = None
     background: bool | None = None
     include: Limited[list[str] | None] = None
-    tools: Limited[list[_ResponsesTool] | None] = None
+    tools: Limited[list[ResponsesTool] | None] = None
     tool_choice: Literal["none", "auto", "required"] | _ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: _Text | None = None
@@ -269,8 +315,34 @@ class ResponsesRequest(RequestFields):
         return _ENCRYPTED in (self.include or ())
 
     @property
-    def functions(self) -> list[_ResponsesTool]:
-        return [tool for tool in self.tools or () if tool.type == "function"]
+    def offered(self) -> list[ResponsesTool]:
+        return [tool for tool in self.tools or () if tool.is_offered]
+
+    @property
+    def has_references(self) -> bool:
+        return any(item.type == "item_reference" for item in self._items)
+
+    def resolve_references(self, find_item: Callable[[str], Json | None]) -> None:
+        """Replace references to stored items by the items; mutates the input.
+
+        Raises:
+            ItemNotFoundError: an item is not stored.
+        """
+        for index, item in enumerate(self._items):
+            if item.type != "item_reference":
+                continue
+            found = find_item(item.id or "")
+            if found is None:
+                raise ItemNotFoundError(
+                    f"there is no stored item {item.id!r}; send the item itself. Responses with "
+                    "store: false and deleted responses keep no items.",
+                    param=f"input[{index}].id",
+                )
+            self._items[index] = InputItem.model_validate(found)
+
+    @property
+    def _items(self) -> list[InputItem]:
+        return self.input if isinstance(self.input, list) else []
 
     def to_domain(self, headers: AgentHint, past: PastTurn | None) -> ChatRequest:
         """Translate to a chat request; `past` is the turn that it continues."""
@@ -278,15 +350,20 @@ class ResponsesRequest(RequestFields):
         refuse(self.prompt, "prompt", "stored prompts are not supported; send input.")
         refuse(self.background and not self.is_stored, "background", "it needs store to be true.")
         for index, tool in enumerate(self.tools or ()):
-            is_nameless = tool.type == "function" and not tool.name
-            refuse(is_nameless, f"tools[{index}].name", "a function needs it.")
+            is_nameless = tool.is_offered and not tool.name
+            refuse(is_nameless, f"tools[{index}].name", f"a {tool.type} tool needs it.")
+        tools = tuple(
+            tool.to_domain(f"tools[{index}]")
+            for index, tool in enumerate(self.tools or ())
+            if tool.is_offered
+        )
         has_logprobs = self.top_logprobs is not None or _LOGPROBS in (self.include or ())
         messages = [sourced.message for sourced in self._messages(past)]
         return ChatRequest(
             model=self.model or "",
             messages=tuple(messages),
-            tools=tuple(tool.to_domain() for tool in self.functions),
-            tool_choice=tool_choice_of(self.tool_choice, self.parallel_tool_calls),
+            tools=tools,
+            tool_choice=choice_of(self.tool_choice, self.parallel_tool_calls, tools),
             sampling=self.sampling((self.top_logprobs or 0) if has_logprobs else None),
             stop=self.stop_rules(self.max_output_tokens),
             output_format=self.form(self._own_form(), "text.format"),
@@ -303,8 +380,7 @@ class ResponsesRequest(RequestFields):
         match = _MESSAGE.fullmatch(param or "")
         if match is None:
             if param and param.endswith("].parameters"):
-                tools = [i for i, tool in enumerate(self.tools or ()) if tool.type == "function"]
-                return renumber(param, "tools", tools)
+                return self._tool_param(param)
             return names.get(param or "", param)
         messages = self._messages(past)
         source = messages[int(match[1])].source
@@ -313,6 +389,13 @@ class ResponsesRequest(RequestFields):
             Role.SYSTEM,
         )
         return source + (match[2] if is_listed else "")
+
+    def _tool_param(self, param: str) -> str:
+        places = [i for i, tool in enumerate(self.tools or ()) if tool.is_offered]
+        param = renumber(param, "tools", places)
+        index = int(param.partition("[")[2].partition("]")[0])
+        is_custom = (self.tools or [])[index].type == "custom"
+        return f"tools[{index}].format" if is_custom else param
 
     def _messages(self, past: PastTurn | None) -> list[SourcedMessage]:
         messages: list[SourcedMessage] = []

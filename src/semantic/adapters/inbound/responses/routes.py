@@ -31,11 +31,14 @@ from semantic.adapters.inbound.responses.events import (
     ItemList,
     ResponseBody,
     ResponseWriter,
+)
+from semantic.adapters.inbound.responses.requests import ResponsesRequest
+from semantic.adapters.inbound.responses.stored import (
+    StoredItems,
     items_of,
     response_of,
     settings_of,
 )
-from semantic.adapters.inbound.responses.requests import ResponsesRequest
 from semantic.adapters.inbound.wire import client_params, refuse
 from semantic.application.agents.turn_log import PastTurns
 from semantic.application.models.registry import ModelRegistry
@@ -99,10 +102,8 @@ class ResponseRun:
         """
         try:
             async for _, event in self._replies.events():
-                if isinstance(event, PrefillProgress | ModelProgress):
-                    if log is not None:
-                        log.progress = progress_comment(event)
-                    continue
+                if isinstance(event, PrefillProgress | ModelProgress) and log is not None:
+                    log.progress = progress_comment(event)
                 if isinstance(event, Failed):
                     self._failure = event.error
                 for written in self._writer.feed(event):
@@ -197,6 +198,7 @@ class ResponsesApi:
         errors = refusals("4XX", 503, 504)
         router = APIRouter(prefix="/v1/responses", tags=["openai"], responses=errors)
         router.add_api_route("/input_tokens", self.count, methods=["POST"])
+        router.add_api_route("/compact", _compact, methods=["POST"], include_in_schema=False)
         add, one = functools.partial(router.add_api_route, response_model=None), "/{response_id}"
         add(f"{one}/input_items", self.input_items, methods=["GET"], responses=_shown(ItemList))
         add("", self.create, methods=["POST"], responses=reply_or_stream(ResponseBody))
@@ -207,7 +209,7 @@ class ResponsesApi:
 
     async def create(self, body: ResponsesRequest, http: Request, hint: Hint) -> Response:
         """Create a response: whole, as a stream of events, or in the background."""
-        past = await self._previous(body)
+        past = await self._context(body)
         with client_params(body.client_param, past):
             request = body.to_domain(hint, past)
             replies = ReplySet([await self._inference.start(request, self._principal())])
@@ -257,7 +259,7 @@ class ResponsesApi:
 
     async def count(self, body: ResponsesRequest, hint: Hint) -> InputTokens:
         """Count the prompt tokens that the same request would have."""
-        past = await self._previous(body)
+        past = await self._context(body)
         with client_params(body.client_param, past):
             request = body.to_domain(hint, past)
             number = await self._inference.count_tokens(request, self._principal())
@@ -282,6 +284,13 @@ class ResponsesApi:
     @property
     def _recent(self) -> RecentResponses:
         return self._recent_by_tenant[self._principal().tenant]
+
+    async def _context(self, body: ResponsesRequest) -> PastTurn | None:
+        """Resolve the references in the body, and return the turn that it continues."""
+        if body.has_references:
+            stored = StoredItems(self._turns, self._principal())
+            await asyncio.to_thread(body.resolve_references, stored.find_item)
+        return await self._previous(body)
 
     async def _previous(self, body: ResponsesRequest) -> PastTurn | None:
         name = body.previous_response_id
@@ -338,6 +347,13 @@ async def _in_background(
         return EventStream(log.read())
     await run.is_begun.wait()
     return JSONResponse(run.response)
+
+
+async def _compact() -> Response:
+    message = "this server does not compact conversations; send the whole input."
+    # Without the header, OpenAI's packages would repeat the request.
+    headers = {"x-should-retry": "false"}
+    return error_response(501, message, "not_implemented", headers=headers)
 
 
 def _missing(response_id: str) -> Response:

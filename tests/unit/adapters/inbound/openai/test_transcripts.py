@@ -13,9 +13,10 @@ import pytest
 from semantic.adapters.inbound.http.streaming import ReplySet
 from semantic.adapters.inbound.openai.events import ChatForm, CompletionForm, collect, stream
 from semantic.adapters.inbound.openai.requests import CompletionRequest
-from semantic.adapters.inbound.responses.events import ResponseWriter, settings_of
+from semantic.adapters.inbound.responses.events import ResponseWriter
 from semantic.adapters.inbound.responses.requests import ResponsesRequest
 from semantic.adapters.inbound.responses.routes import RecentResponses, ResponseRun
+from semantic.adapters.inbound.responses.stored import settings_of
 from semantic.domain.errors import GenerationTimeoutError
 from semantic.domain.events import (
     Event,
@@ -24,10 +25,14 @@ from semantic.domain.events import (
     PrefillProgress,
     Started,
     TextDelta,
+    ToolCallDelta,
+    ToolCallEnded,
+    ToolCallStarted,
     Usage,
 )
 from semantic.domain.sampling import FinishReason
 from tests.canned_replies import CUT_CALL, EVERYTHING, USAGE, CannedReply
+from tests.open_responses import check_event, check_response
 
 pytestmark = pytest.mark.unit
 
@@ -35,6 +40,24 @@ GOLDEN = Path(__file__).parents[4] / "golden"
 PLAIN: tuple[Event, ...] = (
     Started("abc", "m", Usage(20)),
     TextDelta("Hi"),
+    Finished(FinishReason.MAX_TOKENS, USAGE),
+)
+# Input over several lines, cut inside an escape; arguments of another form; and a call cut off.
+CUSTOM_CALLS: tuple[Event, ...] = (
+    Started("abc", "m", Usage(20)),
+    ToolCallStarted(0, "1", "patch", is_custom=True),
+    ToolCallDelta(0, '{"input": "*** \\"a\\"\\'),
+    ToolCallDelta(0, "n\\u00e4"),
+    ToolCallDelta(0, '"}'),
+    ToolCallEnded(0),
+    ToolCallStarted(1, "2", "patch", is_custom=True),
+    ToolCallDelta(1, '{"text": "x"}'),
+    ToolCallEnded(1),
+    ToolCallStarted(2, "3", "read"),
+    ToolCallDelta(2, "{}"),
+    ToolCallEnded(2),
+    ToolCallStarted(3, "4", "patch", is_custom=True),
+    ToolCallDelta(3, '{"input": "ab'),
     Finished(FinishReason.MAX_TOKENS, USAGE),
 )
 FAILING: tuple[Event, ...] = (
@@ -150,6 +173,33 @@ async def test_a_response_stream() -> None:
 async def test_a_response_stream_that_fails() -> None:
     frames = [frame async for frame in run_of(FAILING, RecentResponses()).frames()]
     check("response_stream_failing.txt", "".join(frames))
+
+
+@pytest.mark.parametrize("events", [EVERYTHING, CUT_CALL, PLAIN, FAILING], ids=len)
+@pytest.mark.parametrize("is_background", [False, True], ids=["attended", "background"])
+async def test_responses_follow_the_open_specification(
+    events: tuple[Event, ...], is_background: bool
+) -> None:
+    body = ResponsesRequest.model_validate({"input": "hi", "background": is_background})
+    stream = [*events[:1], PrefillProgress(5, 20), *events[1:]]
+    frames = [frame async for frame in run_of(tuple(stream), RecentResponses(), body).frames()]
+    made = [json.loads(frame.partition("data: ")[2]) for frame in frames]
+    for event in made:
+        check_event(event)
+    check_response(made[-1]["response"])
+    begun = ["response.created", *["response.queued"] * is_background, "response.in_progress"]
+    assert [event["type"] for event in made[: len(begun)]] == begun
+    states = ["queued"] * 2 * is_background + ["in_progress"] * (2 - is_background)
+    assert [event["response"]["status"] for event in made[: len(begun)]] == states
+
+
+async def test_custom_calls() -> None:
+    frames = [f async for f in stream(replies_of(CUSTOM_CALLS), ChatForm(1), has_usage=False)]
+    check("chat_stream_custom.txt", "".join(frames))
+    body = await collect(replies_of(CUSTOM_CALLS), ChatForm(1))
+    check("chat_custom.json", json.dumps(body, indent=1, ensure_ascii=False))
+    frames = [frame async for frame in run_of(CUSTOM_CALLS, RecentResponses()).frames()]
+    check("response_stream_custom.txt", "".join(frames))
 
 
 async def test_a_response() -> None:

@@ -7,9 +7,10 @@ from typing import cast
 import pytest
 
 from semantic.adapters.inbound.http.streaming import Json, ReplySet
-from semantic.adapters.inbound.responses.events import ResponseWriter, response_of
+from semantic.adapters.inbound.responses.events import ResponseWriter
 from semantic.adapters.inbound.responses.routes import RecentResponses, ResponseRun
-from semantic.domain.chat import Message, Role, TextPart, ToolUsePart
+from semantic.adapters.inbound.responses.stored import items_of, response_of
+from semantic.domain.chat import Message, Role, TextPart, ToolResultPart, ToolUsePart
 from semantic.domain.events import (
     Event,
     Finished,
@@ -20,6 +21,7 @@ from semantic.domain.events import (
 from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import PastTurn
 from tests.canned_replies import CannedReply
+from tests.open_responses import check_response
 
 pytestmark = pytest.mark.unit
 
@@ -84,6 +86,20 @@ def test_a_response_made_again_has_what_was_written_of_a_call(reason: FinishReas
     reply = Message(Role.ASSISTANT, (ToolUsePart.cut("c1", "read", '{"path": "a'),))
     (item,) = cast("list[Json]", response_of("1", past(reply, reason), "m")["output"])
     assert (item["arguments"], item["status"]) == ('{"path": "a', "incomplete")
+
+
+def test_a_response_made_again_follows_the_open_specification() -> None:
+    check_response(response_of("1", past(CALL, FinishReason.TOOL_USE), "m"))
+
+
+def test_custom_calls_are_listed_as_such() -> None:
+    called = ToolUsePart("c1", "patch", {"input": "a\nb"}, is_custom=True)
+    result = ToolResultPart("c1", (TextPart("done"),))
+    messages = (Message(Role.ASSISTANT, (called,)), Message(Role.TOOL, (result,)))
+    call, output = items_of("1", messages)
+    assert (call["type"], call["input"]) == ("custom_tool_call", "a\nb")
+    assert (output["type"], output["output"]) == ("custom_tool_call_output", "done")
+    assert call["call_id"] == output["call_id"]
 
 
 def test_a_response_made_again_names_the_model_that_made_it() -> None:
