@@ -3,6 +3,7 @@
 import hashlib
 import http.server
 import json
+import re
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import huggingface_hub.constants
 import pytest
 
+from semantic.adapters.config.settings import STARTER_MODEL
 from semantic.adapters.outbound.models import source as model_source
 from semantic.adapters.outbound.models.catalogue import ModelCatalogue
 from semantic.adapters.outbound.models.gguf.importing import STARTER_FILE
@@ -20,7 +22,7 @@ from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.adapters.outbound.models.usage import ModelUsage
 from semantic.domain.errors import ConflictError, InvalidRequestError, ModelNotFoundError
 from semantic.domain.model_names import ModelNames, served_id
-from semantic.ports.backend import ModelEntry
+from semantic.ports.backend import ModelEntry, ModelFacts
 from tests.unit.adapters.outbound.models.gguf.test_importing import Tiny
 
 pytestmark = pytest.mark.integration
@@ -402,3 +404,25 @@ def test_a_gguf_file_is_imported_beside_a_model_of_that_name(
     (imported / ".imported").unlink()
     with pytest.raises(InvalidRequestError, match=r"Move or rename .*mine-imported"):
         models.resolve(str(gguf), quiet)
+
+
+def test_a_model_is_described_by_its_files(starter_home: Path, tmp_path: Path) -> None:
+    catalogue = ModelCatalogue(
+        LocalModelSource(starter_home / "models", STARTER_MODEL),
+        [tmp_path],
+        starter_model=STARTER_MODEL,
+        room=lambda: 0,
+    )
+    facts = catalogue.facts(ModelEntry(STARTER_MODEL, STARTER_MODEL))
+    assert (facts.architecture, facts.file_format, facts.precision) == ("llama", "gguf", "Q4")
+    assert facts.num_parameters == 134_515_008
+    assert (facts.max_context, facts.hidden_size, facts.num_layers) == (8192, 576, 30)
+    assert (facts.num_heads, facts.num_kv_heads, facts.vocab_size) == (9, 3, 49152)
+    assert "<|im_start|>" in facts.template
+    assert re.fullmatch("[0-9a-f]{64}", facts.digest)
+    file = tmp_path / "other.gguf"
+    file.write_bytes(b"GGUF")
+    unread = catalogue.facts(ModelEntry("other", str(file)))
+    assert (unread.file_format, unread.num_parameters) == ("gguf", 0)
+    assert unread.digest != facts.digest
+    assert catalogue.facts(ModelEntry("gone", "gone")) == ModelFacts()

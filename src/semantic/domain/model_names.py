@@ -11,6 +11,7 @@ from semantic.domain.errors import InvalidRequestError
 
 # Clients made for Anthropic's models request them by name, also for background tasks.
 _ANY = ("claude*", "anthropic/claude*")
+_LATEST = ":latest"
 # Weights need scratch memory beside them, and agents need room for at least one conversation.
 _SCRATCH = 1.1
 _MIN_CONVERSATION = 16_384
@@ -63,10 +64,15 @@ class ModelNames:
         return cls(tuple(patterns), (*targets, *short_names.items()))
 
     def source(self, name: str) -> str:
-        """Return the source of the model that a name refers to; the name itself if unknown."""
+        """Return the source of the model that a name refers to; the name itself if unknown.
+
+        Clients of Ollama's API add the tag `:latest` to names without one.
+        """
+        name = name.removesuffix(_LATEST)
         return next((source for known, source in self.targets if _matches(name, known)), name)
 
     def is_any(self, name: str) -> bool:
+        name = name.removesuffix(_LATEST)
         is_pattern = any(_matches(name, pattern) for pattern in self.patterns)
         return not name or (is_pattern and self.source(name) == name)
 

@@ -33,7 +33,13 @@ from semantic.domain.model_names import ModelNames, Suggestion, served_id
 from semantic.domain.reply_format import detect_reply_format
 from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ComputeHint, ModelCacheSpec
 from semantic.entrypoints.cluster_loader import load_sharded
-from semantic.ports.backend import ModelBackendPort, ModelEntry, ModelSourcePort, OnProgress
+from semantic.ports.backend import (
+    ModelBackendPort,
+    ModelEntry,
+    ModelFacts,
+    ModelSourcePort,
+    OnProgress,
+)
 from semantic.ports.telemetry import Measure, TelemetryPort
 
 if TYPE_CHECKING:
@@ -120,6 +126,9 @@ class ModelLoader:
 
     def remove(self, entry: ModelEntry) -> int:
         return self._source.remove(entry)
+
+    def facts(self, entry: ModelEntry) -> ModelFacts:
+        return self._source.facts(entry)
 
     def load(self, entry: ModelEntry, on_progress: OnProgress) -> LoadedModel:
         """Load a model; call it on the device thread.

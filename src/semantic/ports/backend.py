@@ -387,6 +387,33 @@ class ModelEntry:
     fits: bool | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a model's files say about it; 0 or empty where they do not say.
+
+    Attributes:
+        file_format: `gguf`, also after its import, or `safetensors`.
+        precision: Number format of the weights, such as `BF16` or `Q4`.
+        template: Source of its chat template.
+        modified_at: In seconds since the epoch.
+        digest: 64 hexadecimal digits that change with the files.
+    """
+
+    architecture: str = ""
+    file_format: str = ""
+    precision: str = ""
+    num_parameters: int = 0
+    max_context: int = 0
+    hidden_size: int = 0
+    num_layers: int = 0
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    vocab_size: int = 0
+    template: str = ""
+    modified_at: float = 0.0
+    digest: str = "0" * 64
+
+
 class ModelSourcePort(Protocol):
     """Finds and fetches models. Thread-safe; reads the disk, and `fetch` may use the network."""
 
@@ -422,3 +449,6 @@ class ModelSourcePort(Protocol):
             ConflictError: a server on this machine uses the model.
             InvalidRequestError: the files belong to another program, or the model has none.
         """
+
+    def facts(self, entry: ModelEntry) -> ModelFacts:
+        """Read what the files of a model on this machine say about it."""

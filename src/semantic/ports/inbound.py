@@ -61,11 +61,13 @@ class EmbeddingRequest:
     Attributes:
         inputs: Texts, each as a string or as token ids.
         dimensions: Number of leading dimensions to keep in each vector; None keeps all.
+        is_cut: Whether texts that are too long are cut at their end; otherwise they are refused.
     """
 
     model: str
     inputs: tuple[str | tuple[int, ...], ...]
     dimensions: int | None = None
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,7 @@ class ModelStatus:
         backend: Name of the backend that runs it.
         detail: Human-readable loading step, or reason of a failure.
         max_context: The model's context length in tokens; 0 until it is loaded.
+        usable_context: The part of it that fits this server's memory; 0 until it is loaded.
         created_at: Start of the server, in seconds since the epoch.
         compute: How the model is computed; None until it is loaded.
         family: Its model type; empty if unknown.
@@ -206,6 +209,7 @@ class ModelStatus:
     family: str = ""
     num_bytes: int = 0
     fits: bool | None = None
+    usable_context: int = 0
 
 
 @dataclass(frozen=True, slots=True)

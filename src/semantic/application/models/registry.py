@@ -32,7 +32,7 @@ from semantic.domain.errors import (
     SemanticError,
 )
 from semantic.domain.model_names import ModelNames, Suggestion
-from semantic.ports.backend import ModelEntry, ModelSourcePort, OnProgress
+from semantic.ports.backend import ModelEntry, ModelFacts, ModelSourcePort, OnProgress
 from semantic.ports.inbound import ModelState, ModelStatus
 
 _log = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class ModelRegistry:
         self._feed = feed
         self._on_disk: tuple[ModelEntry, ...] = ()  # what `refresh` found last
         self._created_at = time.time()
+        self._keep_s: float | None = None  # a client's choice for the loaded model
         self._swaps: queue.SimpleQueue[ModelSwap | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="semantic-models", daemon=True)
 
@@ -140,7 +141,20 @@ class ModelRegistry:
             family=entry.family or (model.backend.spec.model_type if model else ""),
             num_bytes=entry.num_bytes,
             fits=entry.fits,
+            usable_context=(
+                min(model.backend.spec.max_context, self._lifecycle.longest_sequence)
+                if model
+                else 0
+            ),
         )
+
+    def facts(self, name: str) -> ModelFacts:
+        """Return what the files of a model on this machine say about it. Reads the disk.
+
+        Raises:
+            ModelNotFoundError: no model has this name.
+        """
+        return self._source.facts(self._entry(name))
 
     def refresh(self) -> None:
         """Read the list of models on disk; slow, and holds no lock meanwhile."""
@@ -320,6 +334,28 @@ class ModelRegistry:
                 return _done(SwapReport(None, None))
             return self._begin(None, drain_s).done
 
+    @property
+    def unloads_in_s(self) -> float | None:
+        """Seconds until the model is unloaded if no request comes; None if it stays loaded."""
+        limit_s = self._idle_limit_s
+        return None if limit_s is None else max(0.0, limit_s - self._device.idle_s)
+
+    @property
+    def _idle_limit_s(self) -> float | None:
+        limit_s = self._keep_s
+        if limit_s is None:
+            return self.policy.model_keep_alive_s or None
+        return None if limit_s < 0 else limit_s
+
+    def keep_loaded(self, seconds: float) -> Future[SwapReport] | None:
+        """Replace `model_keep_alive_s` until the next swap; a negative number keeps the model.
+
+        Returns the unloading that this starts at once: with 0, if no request runs.
+        """
+        with self._lifecycle.lock:
+            self._keep_s = seconds
+            return self._unload_if_idle()
+
     def _fetchable(self, name: str) -> ModelEntry:
         if self._names.is_any(name) or name == self._current.id:
             return self._current
@@ -337,6 +373,7 @@ class ModelRegistry:
             lifecycle.ready_model()
 
     def _begin(self, target: ModelEntry | None, drain_s: float | None = None) -> ModelSwap:
+        self._keep_s = None
         swap = self._lifecycle.begin_swap(
             target, self.policy.drain_timeout_s if drain_s is None else drain_s
         )
@@ -356,12 +393,14 @@ class ModelRegistry:
                 return
             self._perform(swap)
 
-    def _unload_if_idle(self) -> None:
-        limit_s, lifecycle = self.policy.model_keep_alive_s, self._lifecycle
+    def _unload_if_idle(self) -> Future[SwapReport] | None:
+        lifecycle = self._lifecycle
         with lifecycle.lock:
+            limit_s = self._idle_limit_s
             is_ready = lifecycle.swap is None and lifecycle.state is ModelState.READY
-            if limit_s and is_ready and self._device.idle_s > limit_s:
-                self._begin(None)
+            if limit_s is None or not is_ready or self._device.idle_s <= limit_s:
+                return None
+            return self._begin(None).done
 
     def _perform(self, swap: ModelSwap) -> None:
         try:

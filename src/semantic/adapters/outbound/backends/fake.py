@@ -6,6 +6,7 @@ misplaced, stale or foreign block shows as a wrong token. The backend is determi
 lower-case gibberish.
 """
 
+import hashlib
 import string
 import struct
 from array import array
@@ -37,6 +38,7 @@ from semantic.ports.backend import (
     HostBuffer,
     KVPayload,
     ModelEntry,
+    ModelFacts,
     OnProgress,
     Row,
     SequenceId,
@@ -306,6 +308,20 @@ class FakeModels:
 
     def remove(self, entry: ModelEntry) -> int:
         raise InvalidRequestError(f"{entry.id} has no files to delete.", param="model")
+
+    def facts(self, entry: ModelEntry) -> ModelFacts:
+        spec = fake_spec()
+        return ModelFacts(
+            architecture=spec.model_type,
+            file_format="safetensors",
+            max_context=spec.max_context,
+            hidden_size=_HIDDEN_SIZE,
+            num_layers=spec.num_layers,
+            num_heads=1,
+            num_kv_heads=1,
+            vocab_size=spec.vocab_size,
+            digest=hashlib.sha256(entry.id.encode()).hexdigest(),
+        )
 
 
 class FakeTokenizer:

@@ -1,7 +1,8 @@
 """Model directories with config, weights and tokenizer, and where they come from.
 
 1. `catalogue.py` lists the models on this machine and whether they fit into memory, and deletes
-   them; `usage.py` protects those that a server uses. `known.py` reads the table of published
+   them; `usage.py` protects those that a server uses. `description.py` says what a model's files
+   tell about it. `known.py` reads the table of published
    models, and `machine.py` measures which of them suit this machine.
 2. `source.py` finds a model by path, name or Hugging Face id; `hub.py` downloads it. `gguf/`
    converts a GGUF file into a model directory once.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
+from semantic.adapters.outbound.models.description import directory_facts, file_facts
 from semantic.adapters.outbound.models.machine import suggestions
 from semantic.adapters.outbound.models.source import LocalModelSource, starter_gguf_here
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
@@ -16,7 +17,7 @@ from semantic.adapters.outbound.models.usage import ModelUsage
 from semantic.domain.errors import ConflictError, InvalidRequestError, ModelNotFoundError
 from semantic.domain.model_names import Suggestion, served_id
 from semantic.domain.spec import ModelCacheSpec
-from semantic.ports.backend import ModelEntry, OnProgress
+from semantic.ports.backend import ModelEntry, ModelFacts, OnProgress
 
 _FRESH_S = 2.0  # how long a listing of the directories is cached
 
@@ -128,6 +129,14 @@ class ModelCatalogue:
                 owned.unlink()
         self._seen_at = -_FRESH_S
         return num_bytes
+
+    def facts(self, entry: ModelEntry) -> ModelFacts:
+        found = [path for source, path in self._places() if source == entry.source]
+        paths = [*found, Path(entry.source).expanduser(), self._local.models_dir / entry.id]
+        for path in paths:
+            if (path / "config.json").is_file():
+                return directory_facts(path)
+        return next((file_facts(path) for path in paths if path.is_file()), ModelFacts())
 
     # -- inside ---------------------------------------------------------------------------------
 
