@@ -334,6 +334,10 @@ class ChatRequest:
         is_stored: Whether the messages may be stored; the KV cache is stored in any case.
         is_continued: Whether the last message is the assistant's and the reply continues it.
         prediction: Text that the client expects in large parts of the reply.
+        max_prompt: Maximum number of prompt tokens, below the model's own; None sets none.
+        drops_oldest: Whether the oldest turns after the system prompt are dropped if the prompt is
+            too long; otherwise the request is refused.
+        num_dropped: Messages that were dropped.
     """
 
     model: str
@@ -350,6 +354,9 @@ class ChatRequest:
     is_stored: bool = True
     is_continued: bool = False
     prediction: str = ""
+    max_prompt: int | None = None
+    drops_oldest: bool = False
+    num_dropped: int = 0
 
     def __post_init__(self) -> None:
         if not self.messages and self.raw_prompt is None:

@@ -62,6 +62,7 @@ class FinishedTurn:
         is_stored: Whether to log messages and tokens; if False, the turn holds neither.
         continuation: The turn it continues, if the server keeps the conversation.
         epoch: Epoch of the agent's lease; None if no lease is needed.
+        num_dropped: Messages dropped to make room, where the client keeps the conversation.
     """
 
     prompt: Sequence[int]
@@ -76,6 +77,7 @@ class FinishedTurn:
     model: str = ""
     reason: FinishReason | None = None
     epoch: int | None = None
+    num_dropped: int = 0
 
 
 class TurnLog:
@@ -241,7 +243,7 @@ class TurnLog:
             reuse=finished.reuse,
             num_messages=len(messages),
             digest=conversation_digest(tokens),
-            num_dropped=going_on.num_dropped,
+            num_dropped=going_on.num_dropped + finished.num_dropped,
             divergence=self._divergence(agent, finished.prompt),
             model=finished.model,
             reason=finished.reason,

@@ -5,6 +5,7 @@
    request waits for it (`application/models`); then rate limits are checked (`limits.py`).
 3. `prepare.py`: in a separate thread, the conversation becomes tokens (`application/prompt`) and
    then a job with a maximum length, a grammar, and a budget for thinking (`thinking_budget.py`).
+   If the conversation is too long, `truncation.py` drops its oldest turns, if the request permits.
 4. `identity.py`: as part of that, the agent of the turn is found by name or by the prompt's tokens,
    and claimed.
 5. `service.py` submits the job to the device's thread (`application/engine`).

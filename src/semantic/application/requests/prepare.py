@@ -208,6 +208,13 @@ class Preparation:
         limit, limited_by = model.backend.spec.max_context, "the model's context"
         if self._device.longest_sequence < limit:
             limit, limited_by = self._device.longest_sequence, "this server's memory"
+        if request.max_prompt is not None and num_prompt > request.max_prompt:
+            raise ContextLengthError(
+                num_prompt=num_prompt,
+                limit=request.max_prompt,
+                limited_by="the request's own limit",
+                param="messages",
+            )
         going_on, room = request.agent.continuation, limit - num_prompt
         if room < (going_on.min_room if going_on else 1):
             raise ContextLengthError(

@@ -32,6 +32,7 @@ from semantic.application.requests.reply import (
     ReplyHub,
     UnloggedReplyError,
 )
+from semantic.application.requests.truncation import without_oldest
 from semantic.domain.agents import Pointer, Principal, Reuse, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import ChatRequest, require_whole_characters
@@ -39,6 +40,7 @@ from semantic.domain.errors import (
     AgentNotFoundError,
     CachePersistenceError,
     ConflictError,
+    ContextLengthError,
     GenerationTimeoutError,
     InvalidRequestError,
     SemanticError,
@@ -120,6 +122,16 @@ class InferenceService:
 
     async def begin(self, request: ChatRequest, principal: Principal) -> LiveReply:
         """Render, tokenise, check and queue a request whose model is already loaded."""
+        while True:
+            try:
+                return await self._begin(request, principal)
+            except ContextLengthError as refusal:
+                shorter = without_oldest(request, refusal) if request.drops_oldest else None
+                if shorter is None:
+                    raise
+                request = shorter
+
+    async def _begin(self, request: ChatRequest, principal: Principal) -> LiveReply:
         received = time.monotonic()
         model = self.gate.model_for(request.model)
         admission = self._admit(principal)
@@ -277,6 +289,7 @@ class InferenceService:
             epoch=continuation.epoch if continuation else epoch,
             model=prepared.model.id,
             reason=finished.event.reason,
+            num_dropped=request.num_dropped,
         )
         identity = prepared.identity
         turn, done = self._agents.commit(
@@ -332,6 +345,8 @@ def text_tokens(
             raise InvalidRequestError(
                 f"a token id of input {number} is not in [0, {spec.vocab_size}).", param="input"
             )
+        if request.is_cut:
+            tokens = tokens[:limit]
         if len(tokens) > limit:
             raise InvalidRequestError(
                 f"input {number} has {len(tokens)} tokens, more than {limited_by} of {limit}; "

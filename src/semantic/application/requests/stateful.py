@@ -12,13 +12,13 @@ from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.running_turns import TurnLanes
 from semantic.application.requests.reply import LiveReply
 from semantic.application.requests.service import InferenceService
+from semantic.application.requests.truncation import opens_turn, text_size
 from semantic.domain.agents import Agent, Overflow, Principal
-from semantic.domain.chat import AgentHint, ChatRequest, Continuation, Message, Role, ToolResultPart
+from semantic.domain.chat import AgentHint, ChatRequest, Continuation, Message, Role
 from semantic.domain.errors import AgentNotFoundError, ContextLengthError, StateQuotaError
 from semantic.ports.inbound import NewTurn, Reply
 
 _KEPT_SHARE = 0.7
-_MESSAGE_OVERHEAD = 16  # characters per message part, for the tokens that the template adds
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +75,18 @@ class Conversation:
         room = int(_KEPT_SHARE * refusal.limit)
         if isinstance(refusal, ContextLengthError):  # a reply may exceed a quota
             room = min(room, refusal.limit - min_room)
-        ratio = refusal.num_prompt / _size(self.followed_by(new))
-        starts = [i for i, message in enumerate(self.history) if i and _opens(message)]
+        ratio = refusal.num_prompt / text_size(self.followed_by(new))
+        starts = [i for i, message in enumerate(self.history) if i and opens_turn(message)]
         if self.history:
             starts.append(len(self.history))
-        fixed = _size((*self.system, *new))
+        fixed = text_size((*self.system, *new))
         for start in starts:
             is_last = start == len(self.history)
-            if is_last or (fixed + _size(self.history[start:])) * ratio <= room:
+            if is_last or (fixed + text_size(self.history[start:])) * ratio <= room:
                 num_dropped = self.continuation.num_dropped + start
                 changed = replace(self.continuation, is_edited=True, num_dropped=num_dropped)
                 return Conversation(self.system, self.history[start:], changed)
         return None
-
-
-def _opens(message: Message) -> bool:
-    """Whether a conversation may begin here; a tool result needs the call before it."""
-    is_result = any(isinstance(part, ToolResultPart) for part in message.parts)
-    return message.role is Role.USER and not is_result
-
-
-def _size(messages: Sequence[Message]) -> int:
-    return sum(_MESSAGE_OVERHEAD + len(repr(p)) for message in messages for p in message.parts) or 1
 
 
 class StatefulChat:
