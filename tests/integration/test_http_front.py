@@ -131,14 +131,10 @@ def test_a_page_may_use_the_server_it_came_from(tmp_path: Path) -> None:
             assert answer.status_code == status
 
 
-def test_a_browser_is_led_to_a_page_and_a_program_is_greeted(http: httpx.Client) -> None:
+def test_a_browser_is_led_to_a_page_and_a_program_is_not(http: httpx.Client) -> None:
     page = http.get("/", headers={"accept": "text/html,*/*"})
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    greeting = http.get("/").json()
-    assert (greeting["name"], greeting["model"]) == ("Semantic", "fake")
-    assert greeting["version"]
-    for link in greeting["links"].values():
-        assert http.get(link).status_code == 200
+    assert http.get("/").headers["content-type"] == "text/plain; charset=utf-8"
     assert http.head("/").status_code == 200
 
 

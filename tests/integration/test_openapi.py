@@ -39,6 +39,16 @@ NEEDED: dict[str, dict[str, Any]] = {
         "messages": [{"role": "user", "content": "hi"}],
         "max_tokens": MAX_REPLY,
     },
+    "/api/chat": {
+        "model": "fake",
+        "messages": [{"role": "user", "content": "hi"}],
+        "options": {"num_predict": MAX_REPLY},
+    },
+    "/api/generate": {"model": "fake", "prompt": "hi", "options": {"num_predict": MAX_REPLY}},
+    "/api/embed": {"model": "fake", "input": ["hi"]},
+    "/api/embeddings": {"model": "fake", "prompt": "hi"},
+    "/api/show": {"model": "fake"},
+    "/api/pull": {"model": "fake"},
 }
 HARMLESS = {
     "stream",

@@ -13,7 +13,7 @@ import openai
 import psutil
 import pytest
 
-from tests.smoke.server_process import serve
+from tests.smoke.server_process import serve, serve_forked
 from tests.waiting import await_that
 
 pytestmark = pytest.mark.smoke
@@ -167,3 +167,20 @@ def test_a_stop_does_not_wait_for_a_schema_that_never_compiles(tmp_path: Path) -
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0, server.output
         asking.join()
+
+
+def test_ollamas_port_is_opened_unless_it_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    usual = {"backend": "fake", "ollama_port": port}
+    with serve_forked(tmp_path / "a", tmp_path / "a.log", "--ollama", **usual) as first:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http:
+            assert http.get("/").text == "Ollama is running"
+            assert http.get("/api/tags").json()["models"][0]["name"] == "fake"
+            assert http.get("/v1/models").status_code == 200
+        assert f"http://127.0.0.1:{port}   (Ollama)" in first.output
+        with serve_forked(tmp_path / "b", tmp_path / "b.log", "--ollama", **usual) as second:
+            second.await_line(f"Ollama is already running on port {port}")
+            with second.client() as http:
+                assert http.get("/api/version").status_code == 200

@@ -43,6 +43,7 @@ CHAPTERS = {
     "adapters/inbound/anthropic": ("http",),
     "adapters/inbound/openai": ("http", "anthropic"),  # lists models for both vendors
     "adapters/inbound/responses": ("http", "openai"),
+    "adapters/inbound/ollama": ("http", "openai"),
     "adapters/inbound/agents": ("http",),
     "adapters/inbound/page": ("http",),
     "adapters/inbound/admin": ("http",),

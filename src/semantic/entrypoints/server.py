@@ -12,13 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from http.client import HTTPConnection, HTTPException
 from types import FrameType
 from typing import Any
 
 import structlog
 import uvicorn
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 
 from semantic import __version__
 from semantic.adapters.config.settings import STARTER_MODEL, STARTER_NOTE, Settings
@@ -45,8 +45,10 @@ from semantic.adapters.inbound.http.middleware import (
     OriginCheck,
     ShortPaths,
 )
+from semantic.adapters.inbound.ollama.origins import AppCors, from_app
+from semantic.adapters.inbound.ollama.routes import OllamaApi
 from semantic.adapters.inbound.openai.routes import openai_router
-from semantic.adapters.inbound.page.routes import docs_router, page_router
+from semantic.adapters.inbound.page.routes import OLLAMA_GREETING, docs_router, page_router
 from semantic.adapters.inbound.responses.routes import ResponsesApi
 from semantic.adapters.outbound import host_memory
 from semantic.application.agents.turn_log import PastTurns
@@ -68,6 +70,7 @@ _EXPOSED_HEADERS = (
     "x-should-retry",
     *(name for kind in LIMIT_KINDS for name in allowance_headers(Allowance(kind, 0, 0, 0.0))),
 )
+_LOOPBACK = "127.0.0.1"
 _MAX_HEADER_BYTES = 2**16  # all headers of a request together
 _CUT_S = 1  # extra time for requests to end after their connection was cut
 
@@ -102,7 +105,7 @@ def create_app(server: Server) -> FastAPI:
     )
     install_error_handlers(app)
     app.include_router(docs_router(app.openapi))
-    app.include_router(page_router(server.models.current))
+    app.include_router(page_router())
     principal = current_principal
     app.include_router(openai_router(server.inference, server.models, principal))
     past = PastTurns(server.memory.agents.log)
@@ -110,6 +113,7 @@ def create_app(server: Server) -> FastAPI:
     app.include_router(health_router(server.models, lambda: _condition(server)))
     app.include_router(metrics_router(server.metrics.render, server.history.since))
     app.include_router(anthropic_router(server.inference, principal))
+    app.include_router(OllamaApi(server.inference, server.models, past, principal).router())
     app.include_router(AdminApi(server.models, server.device, server.runtime).router())
     app.include_router(CacheApi(server.cache, server.feed, principal).router())
     app.include_router(AgentApi(server.chat, server.agents, server.transfer, principal).router())
@@ -135,13 +139,14 @@ def _add_middleware(app: FastAPI, server: Server) -> None:
     """Wrap the application in its middleware; the innermost is added first."""
     settings = server.settings
     origins = settings.cors_origins or ()
+    is_from_app = from_app(settings.ollama_port) if settings.ollama else lambda _: False
     app.add_middleware(
         BodyLimit,
         max_bytes=int(settings.max_body_mb * 2**20),
         larger={IMPORT_PATH: settings.runtime.disk_bytes},
     )
     app.add_middleware(Guard, access=server.access)
-    app.add_middleware(OriginCheck, origins=origins)
+    app.add_middleware(OriginCheck, origins=origins, permits=is_from_app)
     # A remote address may have any host name, and it requires a key, which a DNS rebinding page
     # does not have.
     if settings.allowed_hosts or not settings.is_remote:
@@ -151,7 +156,8 @@ def _add_middleware(app: FastAPI, server: Server) -> None:
     app.add_middleware(AccessLog, is_body_logged=settings.log_prompts)
     app.add_middleware(ShortPaths)
     app.add_middleware(
-        CORSMiddleware,
+        AppCors,
+        is_from_app=is_from_app,
         allow_origins=origins,
         allow_origin_regex=LOCAL_ORIGINS,
         allow_methods=("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"),
@@ -301,12 +307,13 @@ def _serve(server: Server) -> int:
         ssl_context_factory=(lambda *_: tls) if tls else None,
     )
     config.handshake_timeout_s = settings.read_timeout_s
-    sys.stdout.write(printable(_banner(server, url)))
+    more = listen_for_ollama(settings.ollama_port, connections) if settings.ollama else []
+    sys.stdout.write(printable(_banner(server, url, is_ollama=bool(more))))
     sys.stdout.flush()
     http = _HttpServer(config, server, lambda: _reload(server, tls))
     failures: list[str] = []
     threading.Thread(target=_announce, args=(server, http, failures), daemon=True).start()
-    http.run(sockets=[listener])
+    http.run(sockets=[listener, *more])
     for failure in failures:
         raise ModelSwapError(failure)
     return 0
@@ -379,7 +386,9 @@ def _open_connections(settings: Settings) -> OpenConnections:
     return OpenConnections(limits)
 
 
-def _listen(host: str, port: int, connections: OpenConnections) -> socket.socket:
+def _listen(
+    host: str, port: int, connections: OpenConnections, setting: str = "port"
+) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = Listener(family, connections)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -389,19 +398,45 @@ def _listen(host: str, port: int, connections: OpenConnections) -> socket.socket
     except OSError as error:
         listener.close()
         raise InvalidRequestError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port", param="port"
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another {setting}",
+            param=setting,
         ) from error
     return listener
+
+
+def listen_for_ollama(port: int, connections: OpenConnections) -> list[socket.socket]:
+    """Listen on Ollama's port; if it is taken, log that: the server runs without it."""
+    try:
+        return [_listen(_LOOPBACK, port, connections, "ollama_port")]
+    except InvalidRequestError as error:
+        is_ollama = _greeting(port) == OLLAMA_GREETING
+        reason = f"Ollama is already running on port {port}" if is_ollama else error.message
+        _log.warning("port for clients of Ollama not opened; they can use --port", reason=reason)
+        return []
+
+
+def _greeting(port: int) -> str:
+    """The text with which a program on a port answers `GET /`; empty if it does not."""
+    connection = HTTPConnection(_LOOPBACK, port, timeout=1)
+    try:
+        connection.request("GET", "/", headers={"accept": "text/plain"})
+        return connection.getresponse().read(100).decode("utf-8", "replace")
+    except (OSError, HTTPException):
+        return ""
+    finally:
+        connection.close()
 
 
 def _url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _banner(server: Server, url: str) -> str:
+def _banner(server: Server, url: str, *, is_ollama: bool = False) -> str:
+    port = server.settings.ollama_port
+    ollama = f"\n             http://{_LOOPBACK}:{port}   (Ollama)" if is_ollama else ""
     return f"""
   Semantic {__version__}
-  listening  {url}   (OpenAI base URL: {url}/v1; Anthropic: {url})
+  listening  {url}   (OpenAI base URL: {url}/v1; Anthropic: {url}){ollama}
   model      {server.model_id} on {server.backend_name}, loading
   home       {server.settings.home_dir}
   agents     {server.memory.summary}

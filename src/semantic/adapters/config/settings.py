@@ -59,6 +59,10 @@ class Settings(_RuntimeFields):
         None,
         description="origins of web pages that may use the server, besides those of this machine",
     )
+    ollama: bool = Field(
+        False, description="also listen on Ollama's port of this machine, for clients made for it"
+    )
+    ollama_port: int = Field(11434, ge=1, le=65535, description="the port for `ollama`")
     key_file: Path | None = Field(
         None, description="file of API keys; see `semantic keys` (default: HOME/keys.json)"
     )
@@ -298,6 +302,8 @@ class Settings(_RuntimeFields):
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key must be set together")
+        if self.ollama and self.tls_cert is not None:
+            raise ValueError("ollama needs plain HTTP: leave tls_cert out, or ollama")
         if (self.shard_listen is None) != (self.shard_key is None):
             raise ValueError("shard_listen and shard_key must be set together")
         if self.encryption_key_file is not None and self.encryption_key_command is not None:

@@ -8,6 +8,6 @@
 4. The protocol's `events.py` translates them to the vendor's objects, and `http/streaming.py` sends
    these, whole or as server-sent events. The OpenAPI document shows their types.
 
-`openai/`, `responses/` and `anthropic/` implement the vendors' protocols, `agents/` our own;
-`admin/` is for operators, and `page/` is the web page, which uses the same API.
+`openai/`, `responses/`, `anthropic/` and `ollama/` implement the vendors' protocols, `agents/` our
+own; `admin/` is for operators, and `page/` is the web page, which uses the same API.
 """

@@ -39,6 +39,7 @@ _SERVE_FLAGS = (
     "tls_key",
     "log_level",
     "allow_remote",
+    "ollama",
 )
 _CLUSTER_FLAGS = (
     "host",

@@ -190,6 +190,7 @@ def test_the_shipped_test_settings_load() -> None:
         ('backend = "cuda"', "backend"),
         ('host = "0.0.0.0"', "--allow-remote .* semantic keys add"),
         ('tls_cert = "a.pem"', "tls_cert and tls_key"),
+        ('ollama = true\ntls_cert = "a.pem"\ntls_key = "b.pem"', "ollama needs plain HTTP"),
     ],
 )
 def test_a_wrong_setting_is_named(tmp_path: Path, text: str, words: str) -> None:

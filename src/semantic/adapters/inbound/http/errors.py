@@ -1,5 +1,6 @@
-"""Error responses: one table maps errors to statuses and to OpenAI's and Anthropic's formats."""
+"""Error responses: one table maps errors to statuses and to the vendors' formats."""
 
+import json
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -71,6 +72,7 @@ _MEANINGS: dict[int | str, str] = {
     409: "the request conflicts with the current state",
     413: "the body is too large",
     429: "a quota or a rate limit is exceeded",
+    501: "the server does not manage models in this way",
     503: "the model is loading, the queue is full, the disk cannot be written, or the server stops",
     504: "the request took too long",
     529: "the queue is full",
@@ -92,6 +94,12 @@ class ErrorBody(TypedDict):
     """The body of every error response."""
 
     error: ErrorDetail
+
+
+class OllamaErrorBody(TypedDict):
+    """The body of every error response to Ollama's clients."""
+
+    error: str
 
 
 class AnthropicErrorDetail(TypedDict):
@@ -162,7 +170,10 @@ def _anthropic_field(param: str) -> str:
 
 
 class _VendorResponse(Response):
-    """An error in the format of the client's vendor, which is chosen when it is sent."""
+    """An error in the format of the client's vendor, which is chosen when it is sent.
+
+    Ollama's clients get the status and the message that OpenAI's get.
+    """
 
     def __init__(self, openai: JSONResponse, status: int, anthropic: AnthropicErrorBody) -> None:
         super().__init__(status_code=openai.status_code)
@@ -172,13 +183,14 @@ class _VendorResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = self._openai
+        headers = {k: v for k, v in response.headers.items() if not k.startswith("content-")}
         if _is_anthropic(scope):
             request_id = scope.get("state", {}).get("request_id")
             body = {**self._anthropic, "request_id": request_id}
-            headers = {
-                k: v for k, v in self._openai.headers.items() if not k.startswith("content-")
-            }
             response = JSONResponse(body, self._status, headers)
+        elif scope["path"].startswith("/api/"):
+            message = json.loads(bytes(response.body))["error"]["message"]
+            response = JSONResponse({"error": message}, response.status_code, headers)
         await response(scope, receive, send)
 
 

@@ -19,7 +19,8 @@ from semantic.application.requests.access import Access
 from semantic.domain.agents import Principal
 from semantic.domain.errors import AuthenticationError
 
-_OPEN = ("/health", "/page")  # the page prompts for a key itself
+# The page prompts for a key itself. So is `/`, which has the page and no tenant's data.
+_OPEN = ("/health", "/page")
 _ADMIN = ("/admin", "/v1/cache", "/metrics")
 # Bytes to read of a refused body: a client that is still sending would miss the response.
 _MAX_REFUSED_BYTES = 2**20
@@ -65,7 +66,7 @@ class Guard(Middleware):
         try:
             principal = self._access.authenticate(_secrets(Headers(scope=scope)))
         except AuthenticationError as error:
-            if _is_under(path, _OPEN) or _is_browser(scope):
+            if _is_under(path, _OPEN) or path == "/":
                 _current.set(Principal())
                 return None
             headers = {"www-authenticate": "Bearer"}
@@ -99,11 +100,6 @@ class Guard(Middleware):
 
 def _is_under(path: str, places: tuple[str, ...]) -> bool:
     return any(path == place or path.startswith(f"{place}/") for place in places)
-
-
-def _is_browser(scope: Scope) -> bool:
-    """Whether a browser requests the page, which contains no tenant's data."""
-    return scope["path"] == "/" and "text/html" in Headers(scope=scope).get("accept", "")
 
 
 def _secrets(headers: Headers) -> Iterator[str]:

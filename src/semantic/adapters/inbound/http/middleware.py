@@ -5,7 +5,7 @@ import re
 import secrets
 import time
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextvars import Token
 from dataclasses import dataclass
 
@@ -85,14 +85,25 @@ class OriginCheck(RequestCheck):
     identifies the page in `Origin` and `Sec-Fetch-Site`; other programs send neither header.
     """
 
-    def __init__(self, app: ASGIApp, origins: Collection[str] = ()) -> None:
-        """Wrap an application; `origins` are permitted besides this machine's, `*` permits all."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        origins: Collection[str] = (),
+        permits: Callable[[Scope], bool] = lambda _: False,
+    ) -> None:
+        """Wrap an application.
+
+        Args:
+            origins: Permitted besides this machine's; `*` permits all.
+            permits: Whether a request is permitted from an origin that is not.
+        """
         super().__init__(app)
         self._origins = frozenset(origins)
+        self._permits = permits
 
     def refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        if scope["method"] in _READING or not self._is_foreign(headers):
+        if scope["method"] in _READING or not self._is_foreign(headers) or self._permits(scope):
             return None
         page = headers.get("origin", "elsewhere")
         message = (

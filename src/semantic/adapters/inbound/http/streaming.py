@@ -21,16 +21,22 @@ from semantic.ports.inbound import Reply
 CLIENT_LEFT = 499  # the client has disconnected; only the access log shows this status
 HEARTBEAT_S = 5.0
 WAITING = "waiting"
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 Json: TypeAlias = dict[str, object]
 _T = TypeVar("_T")
 # Many clients split a stream at every Unicode line end, so these are escaped.
 _LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 
 
+def one_line(payload: object) -> str:
+    """Format a JSON payload as text without line ends."""
+    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+    return text if text.isascii() else text.translate(_LINE_ENDS)
+
+
 def data(payload: object) -> str:
     """Format a JSON payload as a server-sent event."""
-    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text if text.isascii() else text.translate(_LINE_ENDS)}\n\n"
+    return f"data: {one_line(payload)}\n\n"
 
 
 def named_event(event: str, payload: object) -> str:
@@ -207,14 +213,19 @@ class FrameLog:
 
 
 class EventStream(StreamingResponse):
-    """A server-sent event stream that proxies do not buffer.
+    """A stream, by default of server-sent events, that proxies do not buffer.
 
     It cancels its reply however it ends, even if no frame was sent.
     """
 
-    def __init__(self, frames: AsyncIterator[str], reply: Cancellable | None = None) -> None:
+    def __init__(
+        self,
+        frames: AsyncIterator[str],
+        reply: Cancellable | None = None,
+        media_type: str = EVENTS,
+    ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(frames, media_type="text/event-stream", headers=headers)
+        super().__init__(frames, media_type=media_type, headers=headers)
         self._reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -253,7 +264,8 @@ async def _disconnected(http: Request) -> None:
         pass
 
 
-def reply_or_stream(body: Any) -> dict[int | str, dict[str, Any]]:
-    """Document a response that is an object or a stream of events."""
-    stream = {"text/event-stream": {"schema": {"description": "Server-sent events."}}}
+def reply_or_stream(body: Any, stream_type: str = EVENTS) -> dict[int | str, dict[str, Any]]:
+    """Document a response that is an object or a stream."""
+    what = "Server-sent events." if stream_type == EVENTS else "One JSON object on each line."
+    stream = {stream_type: {"schema": {"description": what}}}
     return {200: {"model": body, "content": stream, "description": "The reply."}}

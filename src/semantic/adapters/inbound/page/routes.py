@@ -1,4 +1,4 @@
-"""Serves `/` (the page for browsers, JSON for programs), the page's files, and `/docs`.
+"""Serves `/` (the page for browsers, a text for programs), the page's files, and `/docs`.
 
 All files are read once at startup, so no request can make the server open a file. `/docs` shows
 every endpoint as plain HTML.
@@ -17,11 +17,9 @@ from itertools import groupby
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 
-from semantic import __version__
 from semantic.adapters.inbound.http.errors import error_response
-from semantic.ports.inbound import ModelStatus
 
 # Scripts, styles and data come from this server alone; no site may frame the page.
 _POLICY: Final = (
@@ -37,12 +35,8 @@ _HEADERS: Final = {
 }
 _INDEX: Final = "index.html"
 _TYPES: Final = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
-_LINKS: Final = {
-    "docs": "/docs",
-    "openapi": "/openapi.json",
-    "health": "/health",
-    "models": "/v1/models",
-}
+# Clients of Ollama's API recognise a server by this text.
+OLLAMA_GREETING: Final = "Ollama is running"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +52,7 @@ class _File:
         return Response(self.content, media_type=self.media_type, headers=headers)
 
 
-def page_router(current_model: Callable[[], ModelStatus]) -> APIRouter:
+def page_router() -> APIRouter:
     """Serve the page."""
     router = APIRouter(include_in_schema=False)
     static = dict(_read(files(__package__) / "static"))
@@ -67,10 +61,7 @@ def page_router(current_model: Callable[[], ModelStatus]) -> APIRouter:
     def greet(http: Request) -> Response:
         if "text/html" in http.headers.get("accept", ""):
             return static[_INDEX].answer(http)
-        model = current_model().id
-        return JSONResponse(
-            {"name": "Semantic", "version": __version__, "model": model, "links": _LINKS}
-        )
+        return PlainTextResponse(OLLAMA_GREETING)
 
     @router.get("/page/{name:path}", response_model=None)
     def file(name: str, http: Request) -> Response:
