@@ -181,16 +181,22 @@ def test_only_models_that_requests_may_name_are_listed(
     assert chat(own[1], HI, model="fake-2")["done"]
 
 
-def test_models_are_pulled_and_deleted_by_a_command(http: httpx.Client) -> None:
+def test_models_are_pulled_and_deleted(http: httpx.Client) -> None:
     assert lines_of(http, "/api/pull")[-1] == {"status": "success"}
     assert http.post("/api/pull", json={"model": "fake", "stream": False}).json() == {
         "status": "success"
     }
     status, error = error_of(http.post("/api/pull", json={"model": "org/x"}))
     assert status == 404
-    assert "semantic models pull org/x" in error
-    status, error = error_of(http.request("DELETE", "/api/delete", json={"model": "fake"}))
-    assert status == 403
+    assert "no model 'org/x'" in error
+    for model, status, words in (
+        ("fake", 409, "serves"),
+        ("fake-2", 400, "no files"),
+        ("x", 404, ""),
+    ):
+        refused = http.request("DELETE", "/api/delete", json={"model": model})
+        assert error_of(refused)[0] == status
+        assert words in error_of(refused)[1]
     for path in ("create", "copy", "push", "blobs/sha256:0"):
         assert error_of(http.post(f"/api/{path}", json={}))[0] == 501
 
@@ -375,7 +381,7 @@ def test_the_oldest_turns_are_dropped_beyond_num_ctx(http: httpx.Client) -> None
 
 def test_what_is_dropped_stays_the_same_for_some_turns(http: httpx.Client) -> None:
     said = [{"role": "user", "content": "word " * 60}]
-    cached = []
+    cached, made = [], {}
     for number in range(12):
         made = chat(http, said, options={**SHORT, "num_ctx": 1500})
         cached.append(made["cached_tokens"] / made["prompt_eval_count"])
@@ -419,6 +425,9 @@ def test_keys_apply_and_only_an_admin_unloads(tmp_path: Path) -> None:
         assert http.get("/api/tags", headers=asked).status_code == 200
         unload = {"model": "fake", "keep_alive": 0}
         assert http.post("/api/chat", json=unload, headers=asked).status_code == 403
+        for method, path, model in (("POST", "pull", "x"), ("DELETE", "delete", "fake-2")):
+            refused = http.request(method, f"/api/{path}", json={"model": model}, headers=asked)
+            assert error_of(refused)[0] == 403
         said = {**unload, "messages": HI, "stream": False}
         assert http.post("/api/chat", json=said, headers=asked).json()["done"]
         admin = {"authorization": f"Bearer {keys['admin']}"}

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import ollama
 import pytest
@@ -51,7 +52,7 @@ def test_chat_whole_and_streamed(client: ollama.Client) -> None:
     assert whole.message.content == text
     assert pieces[-1].done_reason == whole.done_reason == "length"
     assert pieces[-1].eval_count == 4
-    said = [*HI, whole.message, {"role": "user", "content": "go on"}]
+    said: list[Any] = [*HI, whole.message, {"role": "user", "content": "go on"}]
     again = client.chat(MODEL, said, options=SHORT)
     assert again.prompt_eval_count
 
@@ -60,7 +61,7 @@ def test_generate_by_context(client: ollama.Client) -> None:
     first = client.generate(MODEL, "Name a river.", options=SHORT)
     assert first.context
     second = client.generate(MODEL, "Another.", context=first.context, options=SHORT)
-    said = [
+    said: list[Any] = [
         {"role": "user", "content": "Name a river."},
         {"role": "assistant", "content": first.response},
         {"role": "user", "content": "Another."},
@@ -70,7 +71,7 @@ def test_generate_by_context(client: ollama.Client) -> None:
 
 def test_a_schema_and_embeddings(client: ollama.Client) -> None:
     made = client.chat(MODEL, HI, format=Answer.model_json_schema(), options={"temperature": 0})
-    assert Answer.model_validate_json(made.message.content or "")
+    assert isinstance(Answer.model_validate_json(made.message.content or ""), Answer)
     found = client.embed(MODEL, ["a", "b"])
     assert [math.hypot(*vector) for vector in found.embeddings] == pytest.approx([1, 1])
     with pytest.raises(ollama.ResponseError, match="does not support thinking"):

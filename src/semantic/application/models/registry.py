@@ -356,6 +356,19 @@ class ModelRegistry:
             self._keep_s = seconds
             return self._unload_if_idle()
 
+    def fetch(self, name: str) -> Callable[[OnProgress], None]:
+        """Find a model; the function that this returns downloads it if needed, which takes long.
+
+        Raises:
+            ModelNotFoundError: no model has this name.
+        """
+        entry = self._fetchable(name)
+
+        def fetch(on_progress: OnProgress) -> None:
+            self._source.fetch(entry, on_progress)
+
+        return fetch
+
     def _fetchable(self, name: str) -> ModelEntry:
         if self._names.is_any(name) or name == self._current.id:
             return self._current

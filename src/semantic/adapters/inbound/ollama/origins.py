@@ -39,7 +39,9 @@ def from_app(port: int) -> Callable[[Scope], bool]:
 class AppCors:
     """CORS headers: those of `CORSMiddleware`, and others for requests of apps."""
 
-    def __init__(self, app: ASGIApp, *, is_from_app: Callable[[Scope], bool], **cors: Any) -> None:
+    def __init__(
+        self, app: ASGIApp, /, *, is_from_app: Callable[[Scope], bool], **cors: Any
+    ) -> None:
         """Wrap an application; `cors` are the arguments of `CORSMiddleware`."""
         self._is_from_app = is_from_app
         self._usual = CORSMiddleware(app, **cors)

@@ -3,8 +3,8 @@
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import Literal, NotRequired
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NotRequired
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -15,6 +15,7 @@ from semantic.adapters.inbound.http.streaming import (
     CLIENT_LEFT,
     LINES,
     EventStream,
+    Json,
     ReplySet,
     answer,
     one_line,
@@ -52,7 +53,12 @@ from semantic.application.agents.turn_log import PastTurns
 from semantic.application.models.registry import ModelRegistry
 from semantic.domain.agents import Principal
 from semantic.domain.chat import ChatRequest
-from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
+from semantic.domain.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    SemanticError,
+)
+from semantic.ports.backend import OnProgress
 from semantic.ports.inbound import (
     EmbeddingRequest,
     Embeddings,
@@ -90,9 +96,9 @@ class EmbeddedText(TypedDict):
 
 
 class PullStatus(TypedDict):
-    """The response of `/api/pull`."""
+    """The response of `/api/pull`, and each line of its stream."""
 
-    status: Literal["success"]
+    status: str
 
 
 class OllamaApi:
@@ -126,8 +132,8 @@ class OllamaApi:
         add("/embed", self.embed, responses={200: {"model": EmbeddedTexts}})
         add("/embeddings", self.embeddings, responses={200: {"model": EmbeddedText}})
         add("/pull", self.pull, responses=reply_or_stream(PullStatus, LINES))
+        router.add_api_route("/delete", self.delete, methods=["DELETE"], response_class=Response)
         refuse = functools.partial(router.add_api_route, include_in_schema=False)
-        refuse("/delete", self.delete, methods=["DELETE"])
         for path in _NOT_MANAGED:
             refuse(f"/{path}", self.refuse, methods=["GET", "POST"])
         return router
@@ -151,25 +157,29 @@ class OllamaApi:
         return await asyncio.to_thread(self._models.show, body.model)
 
     async def pull(self, body: PullRequest) -> Response:
-        """Confirm that a model is on this machine; `semantic models pull` downloads others."""
+        """Download a model, as `semantic models pull`; names are those of Hugging Face.
+
+        With keys, only an admin key downloads models.
+        """
         try:
             await asyncio.to_thread(self._models.find, body.model)
+            steps = _steps(lambda _: None)  # it is here
         except ModelNotFoundError:
-            raise ModelNotFoundError(
-                f"model '{body.model}' not found on this machine; download it with: "
-                f"semantic models pull {body.model}"
-            ) from None
-        done: PullStatus = {"status": "success"}
-        if body.stream is False:
-            return JSONResponse(done)
-        steps = ({"status": "pulling manifest"}, done)
-        return Response("".join(f"{one_line(step)}\n" for step in steps), media_type=LINES)
+            if not self._principal().is_admin:
+                return _needs_admin("downloading a model")
+            steps = _steps(await asyncio.to_thread(self._registry.fetch, body.model))
+        if body.stream is not False:
+            return EventStream(_lines_of(steps), None, LINES)
+        *_, last = [step async for step in steps]
+        return JSONResponse(last)
 
     async def delete(self, body: ModelFields) -> Response:
-        """Refuse: the server does not delete models."""
+        """Delete a model's files, as `semantic models rm`; with keys, only with an admin key."""
+        if not self._principal().is_admin:
+            return _needs_admin("deleting a model")
         status = await asyncio.to_thread(self._models.find, body.model)
-        message = f"this server does not delete models; delete the files of '{status.id}' yourself."
-        return error_response(403, message, "not_permitted")
+        await asyncio.to_thread(self._registry.remove, status.id)
+        return Response()
 
     async def refuse(self, http: Request) -> Response:
         """Refuse to create, copy or upload models."""
@@ -233,7 +243,7 @@ class OllamaApi:
     def _writer(
         self,
         body: OllamaChatRequest | GenerateRequest,
-        form: Callable[..., dict[str, object]],
+        form: Callable[[Json], Json],
         *,
         has_context: bool = False,
     ) -> OllamaWriter:
@@ -253,8 +263,7 @@ class OllamaApi:
         caller = self._principal()
         if body.keep_s == 0:
             if not caller.is_admin:
-                message = "unloading the model needs an admin key, because others may use it."
-                return error_response(403, message, "admin_key_required")
+                return _needs_admin("unloading a model")
             if status.id == self._registry.current().id:
                 unloading = self._registry.keep_loaded(0)
                 if unloading is not None:  # otherwise it follows when no request runs
@@ -302,3 +311,34 @@ class OllamaApi:
         made = await unless_disconnected(self._inference.embed(request, caller), http)
         self._keep(body, caller)
         return made
+
+
+def _needs_admin(action: str) -> Response:
+    message = f"{action} needs an admin key, because it concerns all tenants."
+    return error_response(403, message, "admin_key_required")
+
+
+async def _steps(fetch: Callable[[OnProgress], None]) -> AsyncIterator[Json]:
+    """Yield the steps of a download; raises `SemanticError` if it fails."""
+    loop, steps = asyncio.get_running_loop(), asyncio.Queue[str | None]()
+
+    def on_progress(step: str) -> None:
+        loop.call_soon_threadsafe(steps.put_nowait, step)
+
+    # A client that disconnects does not stop the download.
+    work = asyncio.create_task(asyncio.to_thread(fetch, on_progress))
+    work.add_done_callback(lambda _: steps.put_nowait(None))
+    step: str | None = "pulling manifest"
+    while step is not None:
+        yield {"status": step}
+        step = await steps.get()
+    await work
+    yield {"status": "success"}
+
+
+async def _lines_of(steps: AsyncIterator[Json]) -> AsyncIterator[str]:
+    try:
+        async for step in steps:
+            yield f"{one_line(step)}\n"
+    except SemanticError as error:
+        yield f"{one_line({'error': error.message})}\n"
