@@ -10,8 +10,8 @@
 #include "step.h"
 
 void semantic_pack(const uint8_t *packed, const float *scales, const float *biases, int rows,
-                   int columns, int group, int bits, float unit, uint8_t *out, int threads);
-size_t semantic_packed_size(int rows, int columns, int bits);
+                   int columns, int group, int kind, float unit, uint8_t *out, int threads);
+size_t semantic_packed_size(int rows, int columns, int kind);
 int semantic_linear(const Matrix *matrix, const float *x, int rows, float *out, int threads);
 int semantic_step(const Model *model, const Row *rows, int num_rows, const float *cos,
                   const float *sin, const int32_t *last, int num_last, float *hidden, float *logits,
@@ -29,19 +29,20 @@ static float *numbers(int count, int below, float unit) {
     return made;
 }
 
-static Matrix matrix(int rows, int columns, int bits, int has_bias) {
+static Matrix matrix(int rows, int columns, int kind, int has_bias) {
+    int bits = kind == MXFP4 ? 4 : kind;
     int groups = rows * columns / 32;
     uint8_t *packed = malloc((size_t)rows * columns * bits / 8);
     float *scales = malloc(groups * sizeof(float)), *biases = malloc(groups * sizeof(float));
     for (int i = 0; i < rows * columns * bits / 8; i++) packed[i] = (uint8_t)draw(256);
     for (int i = 0; i < groups; i++) {
-        scales[i] = (float)(1 + draw(1023)) * 0x1p-16f * (bits == 8 ? 0x1p-4f : 1.0f);
-        biases[i] = -7.5f * scales[i] * (bits == 8 ? 16.0f : 1.0f);
+        scales[i] = (float)(1 + draw(1023)) * 0x1p-12f / (float)(1 << bits);
+        biases[i] = -7.5f * scales[i] * (float)(1 << (bits - 4));
     }
-    uint8_t *out = allocate(semantic_packed_size(rows, columns, bits));
-    semantic_pack(packed, scales, biases, rows, columns, 32, bits, 0x1p-14f, out, 2);
+    uint8_t *out = allocate(semantic_packed_size(rows, columns, kind));
+    semantic_pack(packed, scales, biases, rows, columns, 32, kind, 0x1p-14f, out, 2);
     free(packed), free(scales), free(biases);
-    return (Matrix){out, has_bias ? numbers(rows, 100, 0x1p-7f) : NULL, bits, rows, columns, 0x1p-14f};
+    return (Matrix){out, has_bias ? numbers(rows, 100, 0x1p-7f) : NULL, kind, rows, columns, 0x1p-14f};
 }
 
 static uint64_t hash_of(const void *data, size_t size, uint64_t hash) {
@@ -50,11 +51,11 @@ static uint64_t hash_of(const void *data, size_t size, uint64_t hash) {
     return hash;
 }
 
-static void print_linears(int bits) {
+static void print_linears(int kind) {
     const int shapes[][2] = {{48, 64}, {50, 96}, {1, 32}, {96, 288}};
     for (int s = 0; s < 4; s++) {
         int rows = shapes[s][0], columns = shapes[s][1];
-        Matrix a = matrix(rows, columns, bits, s % 2);
+        Matrix a = matrix(rows, columns, kind, s % 2);
         uint64_t hash = 0xcbf29ce484222325u;
         for (int n = 1; n <= 17; n++) {
             float *x = numbers(n * columns, 4096, 0x1p-9f), *out = malloc(n * rows * sizeof(float));
@@ -63,7 +64,7 @@ static void print_linears(int bits) {
             hash = hash_of(out, (size_t)n * rows * sizeof(float), hash);
             free(x), free(out);
         }
-        printf("linear %d bits %d x %d: %016llx\n", bits, rows, columns, (unsigned long long)hash);
+        printf("linear kind %d, %d x %d: %016llx\n", kind, rows, columns, (unsigned long long)hash);
     }
 }
 
@@ -83,17 +84,17 @@ enum { EXPERTS = 6, CHOSEN = 2 };
 /* Llama's parts; those of Gemma: norms of what layers add; those of GPT-OSS: sinks and experts. */
 enum { LLAMA, GEMMA, GPT_OSS };
 
-static Mlp *mlps(int count, int bits, int has_bias) {
+static Mlp *mlps(int count, int kind, int has_bias) {
     Mlp *made = malloc(count * sizeof(Mlp));
     for (int i = 0; i < count; i++)
-        made[i] = (Mlp){matrix(INNER, HIDDEN, bits, has_bias), matrix(INNER, HIDDEN, bits, has_bias),
-                        matrix(HIDDEN, INNER, bits, has_bias)};
+        made[i] = (Mlp){matrix(INNER, HIDDEN, kind, has_bias), matrix(INNER, HIDDEN, kind, has_bias),
+                        matrix(HIDDEN, INNER, kind, has_bias)};
     return made;
 }
 
 static float *norm_of(int size) { return numbers(size, 64, 0x1p-6f); }
 
-static Layer layer(int family, int index, int bits) {
+static Layer layer(int family, int index, int kind) {
     int has_output_norms = family == GEMMA, has_experts = family == GPT_OSS;
     Layer made = {.norm = norm_of(HIDDEN),
                   .mlp_norm = norm_of(HIDDEN),
@@ -102,11 +103,11 @@ static Layer layer(int family, int index, int bits) {
                   .output_norm = has_output_norms ? norm_of(HIDDEN) : NULL,
                   .mlp_output_norm = has_output_norms ? norm_of(HIDDEN) : NULL,
                   .sinks = has_experts ? numbers(HEAD_COUNT, 64, 0x1p-5f) : NULL,
-                  .mlps = mlps(has_experts ? EXPERTS : 1, bits, has_experts),
-                  .inputs = {matrix(HEAD_COUNT * DIM, HIDDEN, bits, 1),
-                             matrix(KV * DIM, HIDDEN, bits, 0),
-                             matrix(KV * DIM, HIDDEN, index ? 8 : bits, 0)},
-                  .output = matrix(HIDDEN, HEAD_COUNT * DIM, bits, 0),
+                  .mlps = mlps(has_experts ? EXPERTS : 1, kind, has_experts),
+                  .inputs = {matrix(HEAD_COUNT * DIM, HIDDEN, kind, 1),
+                             matrix(KV * DIM, HIDDEN, kind, 0),
+                             matrix(KV * DIM, HIDDEN, index ? 8 : kind, 0)},
+                  .output = matrix(HIDDEN, HEAD_COUNT * DIM, kind, 0),
                   .num_inputs = 3,
                   .window = index ? 50 : 0,
                   .rope = has_output_norms ? index : 0};
@@ -119,10 +120,10 @@ static Layer layer(int family, int index, int bits) {
 }
 
 /* Two sequences, one with several new tokens; 2 layers, 4 heads that share 2 pairs of keys. */
-static void print_step(int family, int bits) {
+static void print_step(int family, int kind) {
     const char *names[] = {"llama", "gemma", "gpt-oss"};
     const Activation activations[] = {{SILU, 0, 0}, {GELU_TANH, 0, 0}, {CLAMPED, 1.702f, 7.0f}};
-    Layer layers[] = {layer(family, 0, bits), layer(family, 1, bits)};
+    Layer layers[] = {layer(family, 0, kind), layer(family, 1, kind)};
     Model model = {.layers = layers,
                    .norm = norm_of(HIDDEN),
                    .head = matrix(WORDS, HIDDEN, 8, 0),
@@ -148,11 +149,15 @@ static void print_step(int family, int bits) {
     int32_t last[] = {0, num_rows - 1};
     if (semantic_step(&model, rows, num_rows, cos, sin, last, 2, hidden, logits, 2)) exit(1);
     for (int i = 0; i < 2 * WORDS; i++)
-        printf("step %s %d bits %d: %a\n", names[family], bits, i, logits[i]);
+        printf("step %s kind %d, %d: %a\n", names[family], kind, i, logits[i]);
 }
 
 int main(void) {
-    print_linears(4), print_linears(8), print_exponentials();
-    for (int family = LLAMA; family <= GPT_OSS; family++) print_step(family, 4), print_step(family, 8);
+    for (int kind = 4; kind <= MXFP4; kind++)
+        if (kind <= SIX_BITS || kind == EIGHT_BITS || kind == MXFP4) print_linears(kind);
+    print_exponentials();
+    for (int family = LLAMA; family <= GPT_OSS; family++)
+        print_step(family, FOUR_BITS), print_step(family, EIGHT_BITS), print_step(family, MXFP4);
+    print_step(LLAMA, FIVE_BITS), print_step(LLAMA, SIX_BITS);
     return 0;
 }

@@ -43,7 +43,7 @@ def write(kind: str, folder: Path) -> tuple[TinyModel, torch.Tensor]:
         directory = import_gguf(folder / "tiny.gguf", folder / "model")
     else:
         config = LlamaConfig(**WIDE, tie_word_embeddings=True)
-        directory = write_grouped(folder, config, {"down_proj": 8, "embed_tokens": 8})
+        directory = write_grouped(folder, config, {"up_proj": 5, "down_proj": 6, "embed_tokens": 8})
         model = load_grouped(directory, torch.float32, "sdpa", is_kept=False).eval()
     with torch.inference_mode():
         logits = model(torch.tensor([TEXT])).logits[0]
@@ -78,3 +78,17 @@ def test_a_batch_gives_what_each_gives_alone(tmp_path: Path) -> None:
     texts = [[token % len(TOKENS) for token in prompt(12 + n, seed=n)] for n in range(3)]
     check_batch(backend, texts)
     backend.shutdown()
+
+
+def test_float16_beside_bfloat16_becomes_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU would compute the product of a float16 scale and a bfloat16 activation in float32."""
+    mx, nn = (runtime.import_library(name) for name in ("mlx.core", "mlx.nn"))
+    loading = runtime.import_library("semantic.adapters.outbound.backends.mlx.loading")
+    monkeypatch.setattr(loading, "_is_on_cpu", lambda: False)
+    model = nn.Sequential(nn.QuantizedLinear(64, 32, group_size=32, bits=6), nn.RMSNorm(32))
+    model.layers[0].set_dtype(mx.float16)
+    model.layers[1].set_dtype(mx.bfloat16)
+    assert "mix of float16 and bfloat16" in loading._convert(model, "auto")
+    linear, norm = model.layers
+    assert {linear.scales.dtype, linear.biases.dtype, norm.weight.dtype} == {mx.bfloat16}
+    assert linear.weight.dtype == mx.uint32

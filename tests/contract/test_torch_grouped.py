@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,10 +16,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.adapters.outbound.backends.torch import cpu
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.cpu import Weights
 from semantic.adapters.outbound.backends.torch.grouped import (
+    BITS,
     GroupedLinear,
     GroupedWeight,
     Int4Kernel,
@@ -26,8 +29,9 @@ from semantic.adapters.outbound.backends.torch.grouped import (
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.backends.torch.native.library import Library
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
-from semantic.adapters.outbound.backends.torch.reading import load_grouped
+from semantic.adapters.outbound.backends.torch.reading import load_grouped, take_weights
 from semantic.domain.errors import InvalidRequestError
+from tests.contract.conftest import require_mlx
 from tests.contract.driver import begin, check_batch, prompt
 from tests.contract.models import EXPERTS, SIZES, spec_of, write_weights
 
@@ -84,7 +88,7 @@ def _with_stacked_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 # -- one linear -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", BITS)
 def test_a_quantised_matrix_is_near_the_original(bits: int) -> None:
     weight = torch.randn(5, 96)
     grouped = GroupedWeight.quantised(weight, bits)
@@ -96,7 +100,23 @@ def test_a_quantised_matrix_is_near_the_original(bits: int) -> None:
     assert grouped.packed.numel() == 5 * 96 * bits // 8
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group", [32, 64])
+def test_mlxs_quantisation_is_read(bits: int, group: int) -> None:
+    """MLX packs the integers, and expands them for comparison."""
+    require_mlx()
+    mx = runtime.import_library("mlx.core")
+    random = mx.random.normal((6, 192), key=mx.random.key(3))
+    arrays = mx.quantize(random, group_size=group, bits=bits)
+    expected = mx.dequantize(*arrays, group_size=group, bits=bits)
+    names = ("up.weight", "up.scales", "up.biases")
+    tensors = {name: torch.from_numpy(np.array(a)) for name, a in zip(names, arrays, strict=True)}
+    [weight] = take_weights(tensors, "up", 192)
+    assert (weight.bits, weight.group) == (bits, group)
+    np.testing.assert_allclose(weight.expanded(), np.array(expected), atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("num_rows", [1, 3, 70])
 def test_the_bfloat16_kernel_multiplies(num_rows: int, bits: int) -> None:
     """Weights whose bias is not the middle of their integers, and an activation far off."""
@@ -112,7 +132,7 @@ def test_the_bfloat16_kernel_multiplies(num_rows: int, bits: int) -> None:
     assert ((found - expected).norm() / expected.norm()).item() < 0.01
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", BITS)
 def test_a_row_has_the_same_result_beside_others(library: Library, bits: int) -> None:
     linear = GroupedLinear(GroupedWeight.quantised(torch.randn(96, 64), bits), torch.randn(96))
     linear.pack(library)

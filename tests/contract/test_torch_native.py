@@ -27,6 +27,7 @@ from semantic.adapters.outbound.backends.torch.attention import ChunkSpan, Torch
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.cpu import Weights
 from semantic.adapters.outbound.backends.torch.grouped import (
+    BITS,
     GroupedLinear,
     GroupedWeight,
 )
@@ -53,7 +54,7 @@ SUPPORTED = {"llama", "qwen2", "qwen3", "mistral", "gemma3", "qwen3-moe", "gpt-o
 # -- one linear -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 70])
 @pytest.mark.parametrize("num_outputs", [48, 50])
 def test_a_linear_multiplies(library: Library, num_outputs: int, num_rows: int, bits: int) -> None:
@@ -101,8 +102,9 @@ def test_supported_models_are_run_in_one_call(
 def test_quantised_models_answer_as_without_it_and_alike_in_a_batch(
     native: NativeBuild, config: object, num_threads: int, tmp_path: Path
 ) -> None:
-    more = ("v_proj", "down_proj", "gate", "embed_tokens", "lm_head")
-    directory = write_grouped(tmp_path, config, dict.fromkeys(more, 8))
+    bits = dict.fromkeys(("v_proj", "gate", "embed_tokens", "lm_head"), 8)
+    bits |= {"k_proj": 5, "o_proj": 5, "up_proj": 5, "down_proj": 6}
+    directory = write_grouped(tmp_path, config, bits)
     replies, decoders = [], []
     for build in (None, native):
         options = TorchOptions(num_threads=num_threads, native=build)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from semantic.adapters.outbound.backends.torch.native.library import Library, Matrix
+from semantic.adapters.outbound.backends.torch.native.library import MXFP4, Library, Matrix
 from semantic.adapters.outbound.backends.torch.native.variants import (
     SCALAR,
     VARIANTS,
@@ -28,8 +28,15 @@ SHAPES = ((48, 64), (50, 96), (1, 32), (576, 288))
 # SHA-256 of the results of all SHAPES and NUM_ROWS; recorded on x86, valid on every CPU.
 RECORDED = {
     4: "284e13d665f3c3491a1de4a7494f51430f1f1023d0205db54ccc2cdcbd47a977",
+    5: "5f297c2c1f21f25b992af9820ee4ee3271b2dda63fc10cb39dfdbdae5420d0bd",
+    6: "2765b558305d147b0d397d5d80cb60dc3a7889384bc4a09561f7334c46d0b4b2",
+    MXFP4: "c166a0b1c47a1d6799996190c398c795448281e55496caf7d78762759e06a1b0",
     8: "eda935199519c98aa0c61b31afe5a03ffa692bb61943c8ba5839ab1872f3e2dc",
 }
+
+
+KINDS = [4, 5, 6, 8, MXFP4]
+MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
 
 
 @pytest.fixture(scope="session")
@@ -55,80 +62,82 @@ class Case:
     scales: Floats
     biases: Floats
     x: Floats
-    bits: int
+    kind: int
 
     @staticmethod
-    def make(shape: tuple[int, int], bits: int, num_rows: int) -> "Case":
-        random = np.random.default_rng((shape[0], bits, num_rows))
+    def make(shape: tuple[int, int], kind: int, num_rows: int) -> "Case":
+        random = np.random.default_rng((shape[0], kind, num_rows))
         groups = (shape[0], shape[1] // 32)
-        integers = random.integers(0, 2**bits, shape, np.uint8)
+        integers = random.integers(0, 16 if kind == MXFP4 else 2**kind, shape, np.uint8)
         scales = np.float32(2**-16) * random.integers(1, 1024, groups).astype(np.float32)
         biases = np.float32(-(2**-13)) * random.integers(0, 1024, groups).astype(np.float32)
         x = random.integers(-(2**12), 2**12, (num_rows, shape[1])).astype(np.float32)
         x *= np.float32(2**-9)
         x[:, 7] *= 30
-        return Case(integers, scales, biases, x, bits)
+        return Case(integers, scales, biases, x, kind)
 
     def multiply(self, library: Library, num_threads: int = 1) -> Floats:
         num_rows, num_columns = self.integers.shape
-        packed = self.integers
-        if self.bits == 4:
-            packed = np.ascontiguousarray(packed[:, ::2] | packed[:, 1::2] << 4)
+        bits = np.unpackbits(self.integers[..., None], axis=-1, bitorder="little")
+        bits = bits[..., : 4 if self.kind == MXFP4 else self.kind].reshape(num_rows, -1)
+        packed = np.packbits(bits, axis=-1, bitorder="little")
         unit = 2.0**-12
-        out = np.empty(library.packed_size(num_rows, num_columns, self.bits), np.uint8)
+        out = np.empty(library.packed_size(num_rows, num_columns, self.kind), np.uint8)
         addresses = [array.ctypes.data for array in (packed, self.scales, self.biases)]
-        library.pack(addresses, (num_rows, num_columns, 32, self.bits), unit, out.ctypes.data)
-        matrix = Matrix(out.ctypes.data, None, self.bits, num_rows, num_columns, unit)
+        library.pack(addresses, (num_rows, num_columns, 32, self.kind), unit, out.ctypes.data)
+        matrix = Matrix(out.ctypes.data, None, self.kind, num_rows, num_columns, unit)
         found = np.empty((len(self.x), num_rows), np.float32)
         library.linear(matrix, self.x.ctypes.data, len(self.x), found.ctypes.data, num_threads)
         return found
 
     @property
     def expected(self) -> Floats:
-        weights = np.repeat(self.scales, 32, 1) * self.integers + np.repeat(self.biases, 32, 1)
-        return self.x @ weights.T
+        scales, biases = np.repeat(self.scales, 32, 1), np.repeat(self.biases, 32, 1)
+        if self.kind == MXFP4:
+            return self.x @ (scales * MXFP4_VALUES[self.integers].astype(np.float32)).T
+        return self.x @ (scales * self.integers + biases).T
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_the_reference_multiplies(variant: GetVariant, bits: int) -> None:
-    case = Case.make((50, 96), bits, 5)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_multiplies(variant: GetVariant, kind: int) -> None:
+    case = Case.make((50, 96), kind, 5)
     found, expected = case.multiply(variant("scalar")), case.expected
     assert np.linalg.norm(found - expected) < 2e-4 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("name", [variant.name for variant in VARIANTS if variant is not SCALAR])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_variant_gives_the_bytes_of_the_reference(
-    variant: GetVariant, name: str, bits: int
+    variant: GetVariant, name: str, kind: int
 ) -> None:
     library, reference = variant(name), variant("scalar")
     for shape in SHAPES:
         for num_rows in NUM_ROWS:
-            case = Case.make(shape, bits, num_rows)
+            case = Case.make(shape, kind, num_rows)
             found, expected = case.multiply(library, 1 + num_rows % 3), case.multiply(reference)
             assert found.tobytes() == expected.tobytes(), (shape, num_rows)
 
 
 @pytest.mark.parametrize("name", [variant.name for variant in VARIANTS])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", KINDS)
 def test_results_equal_those_recorded_on_another_machine(
-    variant: GetVariant, name: str, bits: int
+    variant: GetVariant, name: str, kind: int
 ) -> None:
     library, digest = variant(name), hashlib.sha256()
     for shape in SHAPES:
         for num_rows in NUM_ROWS:
-            digest.update(Case.make(shape, bits, num_rows).multiply(library).tobytes())
-    assert digest.hexdigest() == RECORDED[bits]
+            digest.update(Case.make(shape, kind, num_rows).multiply(library).tobytes())
+    assert digest.hexdigest() == RECORDED[kind]
 
 
 @pytest.mark.parametrize("name", [variant.name for variant in VARIANTS])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("extreme", [np.nan, np.inf, 0.0, 1e-38, 3e38])
 def test_extremes_stay_within_their_row(
-    variant: GetVariant, name: str, bits: int, extreme: float
+    variant: GetVariant, name: str, kind: int, extreme: float
 ) -> None:
     """What is not a number makes a row not a number, and no other; zeros give zeros."""
-    library, case = variant(name), Case.make((48, 64), bits, 4)
+    library, case = variant(name), Case.make((48, 64), kind, 4)
     alone = case.multiply(library)
     case.x[2] = 0.0 if extreme == 0.0 else case.x[2]
     case.x[2, 33] = extreme

@@ -214,9 +214,13 @@ def _convert(model: Any, dtype: DType) -> str:
     if _is_on_cpu():
         model.set_dtype(mx.float32)
         return "other formats are slow in MLX on a CPU"
-    if _is_wide(model):
+    sizes = _sizes_by_dtype(model)
+    if max(sizes, key=lambda dtype: sizes[dtype]) == mx.float32:
         model.set_dtype(mx.bfloat16)
         return "the model's float32 is wider than needed on a GPU"
+    if {mx.float16, mx.bfloat16} <= sizes.keys():  # as in imports of GGUF files
+        model.set_dtype(mx.bfloat16)
+        return "the model's mix of float16 and bfloat16 would be computed in float32"
     return "the model's own"
 
 
@@ -235,13 +239,12 @@ def _is_expanded(weights: Literal["auto", "full"]) -> bool:
     return weights == "full" or _is_on_cpu()
 
 
-def _is_wide(model: Any) -> bool:
-    """Whether most weights are float32, which is wider than needed on a GPU."""
+def _sizes_by_dtype(model: Any) -> dict[Any, int]:
     flatten = import_library("mlx.utils").tree_flatten
     sizes: dict[Any, int] = {}
     for _, weight in flatten(model.parameters()):
         sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.nbytes
-    return bool(max(sizes, key=lambda dtype: sizes[dtype]) == mx.float32)
+    return sizes
 
 
 def _agree(model: Any, spec: ModelCacheSpec) -> tuple[ModelCacheSpec, Callable[[], list[Any]]]:

@@ -1,7 +1,7 @@
 """Hugging Face models on PyTorch.
 
 1. `loading.py` chooses device, number format and thread count, and installs the packed attention
-   function in the transformers model. `reading.py` reads weights that stay in 4 or 8 bits into the
+   function in the transformers model. `reading.py` reads weights that stay quantised into the
    modules of `grouped.py` and `experts.py`, `shares.py` one rank's share of a model. On a CPU that
    computes in bfloat16, `cpu.py` replaces slow and inexact modules.
 2. For each step, `threads.py` sets the number of threads from the free cores, and `backend.py`

@@ -27,6 +27,7 @@ from torch.nn import functional
 from semantic.adapters.outbound import host_memory
 from semantic.adapters.outbound.backends.torch.grouped import (
     AnyLinear,
+    GroupedEmbedding,
     GroupedLinear,
     GroupedWeight,
     quantised_kernel,
@@ -76,7 +77,11 @@ def pack_grouped(
         for linear in linears:
             linear.pack()
     else:
+        heads = {id(linear.grouped): linear for linear in linears}
         _pack_together(linears, library)
+        for module in model.modules():
+            if isinstance(module, GroupedEmbedding) and id(module.grouped) in heads:
+                module.share(heads[id(module.grouped)])
 
 
 def _pack_together(linears: Sequence[GroupedLinear], library: Library) -> None:

@@ -117,9 +117,12 @@ def _router(mlp: Any) -> Any:
     return others[0] if len(others) == 1 else None
 
 
-def _forms(linears: Iterable[Any]) -> set[int]:
-    """Return the kinds of matrices; those that read the same input must be of one."""
-    return {linear.kind[0] if isinstance(linear, GroupedLinear) else FULL for linear in linears}
+def _forms(linears: Iterable[Any]) -> set[bool | None]:
+    """Return the forms of input that matrices read: 8 bits, fewer bits, or None for float32."""
+    return {
+        linear.grouped.bits == 8 if isinstance(linear, GroupedLinear) else None
+        for linear in linears
+    }
 
 
 def _is_usable(linear: nn.Module) -> bool:

@@ -1,9 +1,9 @@
 """Weights that stay quantised: groups of integers as stored in the files, and kernels for them.
 
-A row's weights are integers of 4 or 8 bits; each group of them has a scale and a bias, and a weight
-is ``integer * scale + bias``. mlx-lm writes models in this format, and GGUF files are imported into
-it. GPT-OSS's experts are in MXFP4 instead: four-bit codes for unevenly spaced multiples of a power
-of two. These are multiples of the smallest one, and therefore 8-bit integers without loss.
+A row's weights are integers of 4, 5, 6 or 8 bits; each group of them has a scale and a bias, and a
+weight is ``integer * scale + bias``. mlx-lm writes models in this format, and GGUF files are
+imported into it. GPT-OSS's experts are in MXFP4 instead: four-bit codes for unevenly spaced
+multiples of a power of two. These are multiples of the smallest one, and therefore integers too.
 Linears multiply without expanding the whole model's weights. Where there is no kernel, or
 full weights are requested, the model is loaded as if it had never been quantised.
 
@@ -23,14 +23,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from semantic.adapters.outbound.backends.torch.native.library import Library, Matrix
+from semantic.adapters.outbound.backends.torch.native.library import MXFP4, Library, Matrix
 
-BITS = (4, 8)
+BITS = (4, 5, 6, 8)
 GROUP = 32  # of weights quantised here; the kernels need groups that are multiples of it
 _KERNEL_ROWS = 16  # the bfloat16 kernel reads past the end unless rows are a multiple of it
 _SMALLEST_STEP = 1e-30
 # Value of each MXFP4 code, in halves, with an offset of 12.
-_MXFP4 = torch.tensor(
+_MXFP4_VALUES = torch.tensor(
     [12 + half for half in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)],
     dtype=torch.uint8,
 )
@@ -50,19 +50,24 @@ class GroupedWeight:
         """Take the arrays of a file.
 
         Args:
-            packed: Words or bytes, the first integer in the lowest bits.
+            packed: Words or bytes; a row is a stream of bits, the first integer in the lowest.
             scales: ``[rows, groups]``; for MXFP4 their exponents, as bytes.
             biases: ``[rows, groups]``; None for MXFP4.
         """
         self.packed, self.num_columns = packed.view(torch.uint8), num_columns
         self.scales, self.biases = scales, biases
-        self.bits = 8 if biases is None else self.packed.shape[1] * 8 // num_columns
+        self.bits = self.packed.shape[1] * 8 // num_columns
         self.group = num_columns // scales.shape[1]
 
     @property
     def kind(self) -> tuple[int, int, bool]:
         """Bits, group size and format; only matrices of equal kind can be joined."""
         return self.bits, self.group, self.biases is None
+
+    @property
+    def greatest(self) -> int:
+        """The greatest integer that `integers` may return."""
+        return 24 if self.biases is None else 2**self.bits - 1
 
     @staticmethod
     def quantised(weight: torch.Tensor, bits: int) -> "GroupedWeight":
@@ -72,8 +77,7 @@ class GroupedWeight:
         scales = ((high - low) / (2**bits - 1)).clamp_min(1e-8)
         steps = (groups - low[..., None]) / scales[..., None]
         integers = steps.round().clamp(0, 2**bits - 1).to(torch.uint8).flatten(1)
-        packed = integers if bits == 8 else _pairs(integers)
-        return GroupedWeight(packed, scales, low, weight.shape[1])
+        return GroupedWeight(_packed(integers, bits), scales, low, weight.shape[1])
 
     @staticmethod
     def joined(weights: Sequence["GroupedWeight"]) -> "GroupedWeight":
@@ -85,11 +89,8 @@ class GroupedWeight:
 
     def integers(self, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
         """Return the integers of some rows, one byte each."""
-        packed = self.packed[rows]
-        if self.bits == 8 and self.biases is not None:
-            return packed
-        digits = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-        return digits if self.biases is not None else _MXFP4[digits.int()]
+        integers = _unpacked(self.packed[rows], self.bits)
+        return integers if self.biases is not None else _MXFP4_VALUES[integers.int()]
 
     def steps(self, rows: slice | torch.Tensor = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scales and biases of some rows, in float32."""
@@ -106,6 +107,35 @@ class GroupedWeight:
         return torch.addcmul(biases[..., None], groups, scales[..., None]).flatten(-2)
 
 
+def _packed(integers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack each row's integers into a stream of bits: every eight of them fill `bits` bytes."""
+    eights = integers.unflatten(-1, (-1, 8))
+    packed = integers.new_zeros(*eights.shape[:-1], bits)
+    for index, (byte, shift) in enumerate(_places(bits)):
+        packed[..., byte] |= eights[..., index] << shift
+        if shift + bits > 8:
+            packed[..., byte + 1] |= eights[..., index] >> (8 - shift)
+    return packed.flatten(-2)
+
+
+def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    if bits == 8:
+        return packed
+    bytes_of_eight = packed.unflatten(-1, (-1, bits))
+    integers = packed.new_empty(*bytes_of_eight.shape[:-1], 8)
+    for index, (byte, shift) in enumerate(_places(bits)):
+        value = bytes_of_eight[..., byte] >> shift
+        if shift + bits > 8:
+            value |= bytes_of_eight[..., byte + 1] << (8 - shift)
+        integers[..., index] = value & (2**bits - 1)
+    return integers.flatten(-2)
+
+
+def _places(bits: int) -> list[tuple[int, int]]:
+    """Byte and lowest bit of each of eight integers."""
+    return [divmod(bits * index, 8) for index in range(8)]
+
+
 class GroupedLinear(nn.Module):
     """A linear over a grouped weight; after `pack` it uses a kernel where one applies."""
 
@@ -120,7 +150,7 @@ class GroupedLinear(nn.Module):
         return self.grouped.kind
 
     def packed_size(self, library: Library) -> int:
-        return library.packed_size(self.out_features, self.in_features, self.grouped.bits)
+        return library.packed_size(self.out_features, self.in_features, native_kind(self.grouped))
 
     def pack(self, library: Library | None = None, memory: torch.Tensor | None = None) -> None:
         """Choose a kernel and convert the weights to its layout.
@@ -145,9 +175,12 @@ class GroupedLinear(nn.Module):
 
     def native_matrix(self) -> Matrix:
         """Describe the linear, which must be packed for the native library, to that library."""
+        return self.native_kernel().with_bias(self.bias)
+
+    def native_kernel(self) -> "NativeKernel":
         if not isinstance(self._kernel, NativeKernel):
             raise TypeError("the linear is not packed for the native library")
-        return self._kernel.with_bias(self.bias)
+        return self._kernel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
@@ -173,7 +206,11 @@ AnyLinear = nn.Linear | GroupedLinear
 
 
 class GroupedEmbedding(nn.Module):
-    """An embedding that expands only the rows it looks up."""
+    """An embedding that expands only the rows it looks up.
+
+    If it is tied to a head that is packed for the native library, `share` makes it read the head's
+    packed weights, so that the model has them once.
+    """
 
     def __init__(
         self, weight: GroupedWeight, dtype: torch.dtype, scale: torch.Tensor | None = None
@@ -181,9 +218,15 @@ class GroupedEmbedding(nn.Module):
         super().__init__()
         self.grouped, self.dtype = weight, dtype
         self.scale = scale  # Gemma scales its embeddings
+        self._expand = weight.expanded
+
+    def share(self, head: GroupedLinear) -> None:
+        """Read the weights of a head that is packed for the native library; frees the own ones."""
+        self._expand = head.native_kernel().expanded
+        del self.grouped
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found = self.grouped.expanded(ids).to(self.dtype)
+        found = self._expand(ids).to(self.dtype)
         return found if self.scale is None else found * self.scale.to(self.dtype)
 
 
@@ -194,22 +237,25 @@ class GroupedEmbedding(nn.Module):
 class _Digits:
     """A weight as 4-bit digits, ``(digit - 8) * scale``, plus a remainder for each group.
 
-    An 8-bit integer is two digits, ``16 * high + low``: the row has twice the length and is
-    multiplied with the input repeated twice.
+    A greater integer is two digits, ``16 * high + low``: the row has twice the length and is
+    multiplied with the input repeated twice. High digits are shifted so that their middle becomes
+    8, because a large remainder would be rounded more.
     """
 
     digits: torch.Tensor
     scales: torch.Tensor
     rest: torch.Tensor
+    is_double: bool
 
     @staticmethod
     def of(weight: GroupedWeight) -> "_Digits":
         digits, (scales, biases) = weight.integers(), weight.steps()
-        if weight.bits == 4:
-            return _Digits(digits, scales, biases + 8 * scales)
-        rest = biases + (16 * 8 + 8) * scales
-        digits = torch.cat([digits >> 4, digits & 15], dim=1)
-        return _Digits(digits, torch.cat([16 * scales, scales], dim=1), rest)
+        if weight.greatest < 16:
+            return _Digits(digits, scales, biases + 8 * scales, is_double=False)
+        middle = (weight.greatest + 16) // 32
+        rest = biases + (16 * middle + 8) * scales
+        digits = torch.cat([(digits >> 4) + (8 - middle), digits & 15], dim=1)
+        return _Digits(digits, torch.cat([16 * scales, scales], dim=1), rest, is_double=True)
 
 
 class LinearKernel(ABC):
@@ -237,18 +283,18 @@ class NativeKernel(LinearKernel):
 
     def __init__(self, weight: GroupedWeight, library: Library, memory: torch.Tensor) -> None:
         self._library, self._packed = library, memory
-        size = (len(weight.scales), weight.num_columns)
-        packed = (weight.integers() if weight.biases is None else weight.packed).contiguous()
-        scales, biases = (array.contiguous() for array in weight.steps())
-        largest = float(2**weight.bits * scales.abs().max() + biases.abs().max())
+        size, kind = (len(weight.scales), weight.num_columns), native_kind(weight)
+        packed, (scales, biases) = weight.packed.contiguous(), weight.steps()
+        scales, biases = scales.contiguous(), biases.contiguous()
+        largest = float((weight.greatest + 1) * scales.abs().max() + biases.abs().max())
         unit = 2.0 ** (math.ceil(math.log2(max(largest, _SMALLEST_STEP))) - _HALF_EXPONENT)
         library.pack(
             [array.data_ptr() for array in (packed, scales, biases)],
-            (*size, weight.group, weight.bits),
+            (*size, weight.group, kind),
             unit,
             self._packed.data_ptr(),
         )
-        self._matrix = Matrix(self._packed.data_ptr(), None, weight.bits, *size, unit)
+        self._matrix = Matrix(self._packed.data_ptr(), None, kind, *size, unit)
 
     def with_bias(self, bias: torch.Tensor | None) -> Matrix:
         self._bias = None if bias is None else bias.float().contiguous()
@@ -257,6 +303,13 @@ class NativeKernel(LinearKernel):
         size = (matrix.rows, matrix.columns)
         return Matrix(matrix.data, address, matrix.kind, *size, matrix.unit)
 
+    def expanded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the weights of some rows, in float32."""
+        numbers, columns = rows.to(torch.int64).contiguous(), self._matrix.columns
+        found = torch.empty(*rows.shape, columns)
+        self._library.rows(self._matrix, numbers.data_ptr(), numbers.numel(), found.data_ptr())
+        return found
+
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         product = x.new_empty(len(x), self._matrix.rows)
         num_threads = torch.get_num_threads()
@@ -264,14 +317,19 @@ class NativeKernel(LinearKernel):
         return product
 
 
+def native_kind(weight: GroupedWeight) -> int:
+    """Return the kind of matrix that the native library has for a weight."""
+    return MXFP4 if weight.biases is None else weight.bits
+
+
 class Int4Kernel(LinearKernel):
-    """PyTorch's bfloat16 kernel for 4-bit groups; 8-bit integers are two digits of 4 bits."""
+    """PyTorch's bfloat16 kernel for 4-bit groups; others are two digits of 4 bits."""
 
     max_rows = 64
 
     def __init__(self, weight: GroupedWeight) -> None:
-        parts, self._group, self._is_double = _Digits.of(weight), weight.group, weight.bits == 8
-        rest = parts.rest
+        parts, self._group = _Digits.of(weight), weight.group
+        rest, self._is_double = parts.rest, parts.is_double
         if self._is_double:  # in the first half only, because the halves are added
             rest = torch.cat([rest, torch.zeros_like(rest)], dim=1)
         digits = parts.digits.to(torch.int32)
@@ -311,11 +369,6 @@ def quantised_kernel(weight: torch.Tensor, bits: int) -> LinearKernel | None:
     if bits == 4 and num_rows % _KERNEL_ROWS == 0:
         return Int4Kernel(GroupedWeight.quantised(weight, bits))
     return Int8Kernel(weight)
-
-
-def _pairs(digits: torch.Tensor) -> torch.Tensor:
-    """Pack two digits into each byte, the first in the lower half."""
-    return digits[:, ::2] | (digits[:, 1::2] << 4)
 
 
 # -- quantising -----------------------------------------------------------------------------------

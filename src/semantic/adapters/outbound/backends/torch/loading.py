@@ -54,7 +54,7 @@ class TorchOptions:
     Attributes:
         dtype: Of weights and KV cache; auto selects the fastest on this device.
         device: auto selects CUDA if available.
-        weights: auto keeps weights grouped if the file has them in groups of 4 or 8 bits, a CPU has
+        weights: auto keeps weights grouped if the file has them in groups of integers, a CPU has
             kernels for them and no dtype is requested; full expands them. int8 and int4 make small
             batches faster and less exact; they need a CPU in bfloat16, or in float32 with the
             native library.

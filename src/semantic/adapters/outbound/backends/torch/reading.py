@@ -40,7 +40,7 @@ def load_grouped(directory: Path, dtype: torch.dtype, attention: str, *, is_kept
     """Load a model with grouped weights; keep them grouped or expand them.
 
     Raises:
-        InvalidRequestError: they do not have 4 or 8 bits, or do not match the model.
+        InvalidRequestError: they do not have 4, 5, 6 or 8 bits, or do not match the model.
     """
     model = empty_model(directory, dtype, attention)
     tensors = dict(read_tensors(directory))
@@ -84,8 +84,9 @@ def take_weights(tensors: _Tensors, name: str, num_columns: int) -> list[Grouped
     is_known = is_mxfp4 if biases is None else bits in BITS
     if not is_known or num_columns % (scales.shape[-1] * GROUP):
         raise InvalidRequestError(
-            f"the torch backend does not support the quantisation of {name} ({bits} bits); "
-            "use --backend mlx",
+            f"the torch backend does not support the quantisation of {name} ({bits} bits in groups "
+            f"of {group}); it reads 4, 5, 6 and 8 bits and MXFP4. Use another file, or "
+            "--backend mlx.",
             param="model",
         )
     if packed.ndim == 2:

@@ -10,7 +10,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-FULL = 0  # kind of a float32 matrix; the kind of an integer matrix is its number of bits
+# Kinds of matrices (see `groups.h`); that of plain integers is their number of bits.
+FULL, MXFP4 = 0, 12
 SILU, GELU_TANH, CLAMPED = 0, 1, 2  # kinds of `Activation`
 
 
@@ -140,6 +141,8 @@ class Library:
         self._pack.restype = None
         self._packed_size.argtypes = (integer, integer, integer)
         self._packed_size.restype = ctypes.c_size_t
+        self._rows = loaded.semantic_rows
+        self._rows.argtypes = (pointer, pointer, integer, pointer)
 
     def step(self, model: NativeModel, rows: int, num_rows: int, *rest: int) -> None:
         if self._step(ctypes.byref(model), rows, num_rows, *rest):
@@ -149,16 +152,21 @@ class Library:
         if self._linear(ctypes.byref(matrix), x, num_rows, out, num_threads):
             raise MemoryError("out of memory in a native linear")
 
-    def packed_size(self, num_rows: int, num_columns: int, bits: int) -> int:
+    def rows(self, matrix: Matrix, numbers: int, num_rows: int, out: int) -> None:
+        """Expand rows of a packed matrix to float32; their numbers are 64-bit integers."""
+        if self._rows(ctypes.byref(matrix), numbers, num_rows, out):
+            raise IndexError("a row of a native matrix is out of range")
+
+    def packed_size(self, num_rows: int, num_columns: int, kind: int) -> int:
         """Return the size of a packed matrix in bytes."""
-        return int(self._packed_size(num_rows, num_columns, bits))
+        return int(self._packed_size(num_rows, num_columns, kind))
 
     def pack(self, addresses: Sequence[int], sizes: Sequence[int], unit: float, out: int) -> None:
         """Write a matrix's integers, scales and biases in the layout that the kernels read.
 
         Args:
-            addresses: Of the integers, the scales and the biases.
-            sizes: Rows, columns, columns per group, bits per integer.
+            addresses: Of the integers, the scales and the biases (0 for MXFP4).
+            sizes: Rows, columns, columns per group, kind.
             unit: Scales and biases are stored as multiples of this number.
             out: Memory for the result, of `packed_size` bytes.
         """

@@ -21,6 +21,8 @@
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 
+#include "groups.h"
+
 INLINE void cpu_pause(void) { _mm_pause(); }
 INLINE vf splat(float x) { return (vf)_mm256_set1_ps(x); }
 INLINE vf fmadd(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
@@ -55,28 +57,26 @@ INLINE void reduce4(const vf *v, float *sums) {
     _mm_storeu_ps(sums, _mm_hadd_ps(a, b));
 }
 
+INLINE vw look_up(vw codes) {
+    __m256i values = _mm256_broadcastsi128_si256(_mm_setr_epi8(MXFP4_VALUES));
+    return (vw)_mm256_shuffle_epi8(values, (__m256i)codes);
+}
+
 INLINE __m256i broadcast4(const int8_t *x) {
     int32_t four;
     memcpy(&four, x, sizeof four);
     return _mm256_set1_epi32(four);
 }
-INLINE __m256i load_bytes(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
-
-INLINE __m256i weights_of(const uint8_t *block, int bits, int v) {
-    if (bits == 8) return load_bytes(block + 32 * v);
-    __m256i pairs = load_bytes(block + 32 * (v % 4)), mask = _mm256_set1_epi8(15);
-    return _mm256_and_si256(v < 4 ? pairs : _mm256_srli_epi16(pairs, 4), mask);
-}
 
 #ifdef DOT_BYTES
 
-INLINE void dot_rows(const uint8_t *block, int bits, const int8_t *digits, int count, vi *sums) {
+INLINE void dot_rows(const uint8_t *block, int kind, const int8_t *digits, int count, vi *sums) {
     __m256i high[4], low[4];
 #pragma GCC unroll 4
     for (int m = 0; m < count; m++) high[m] = low[m] = _mm256_setzero_si256();
 #pragma GCC unroll 8
     for (int v = 0; v < 8; v++) {
-        __m256i w = weights_of(block, bits, v);
+        __m256i w = (__m256i)weights_of(block, kind, v);
 #pragma GCC unroll 4
         for (int m = 0; m < count; m++) {
             const int8_t *x = digits + m * 2 * GROUP + 4 * v;
@@ -94,41 +94,56 @@ INLINE void dot_rows(const uint8_t *block, int bits, const int8_t *digits, int c
 /* Without this, GCC adds all products at the end and spills them until then. */
 #define keep_order(a, b) __asm__("" : "+x"(a), "+x"(b))
 
-/* Four bits: a 16-bit sum of eight pairs is at most 8 * 2 * 15 * 128 = 30,720 and cannot saturate.
- * Eight bits could, so their activations are 16-bit words: columns 0 and 2, then 1 and 3. */
-INLINE void dot_rows(const uint8_t *block, int bits, const int8_t *digits, int count, vi *sums) {
-    __m256i high[4], low[4];
+/* Sums of products of bytes are 16 bits wide and may not exceed 32,767. The greatest product of a pair is
+ * 2 * 128 * weight, so eight pairs of 4 bits can be added (30,720), four of 5 bits (31,744) or of
+ * MXFP4, and two of 6 bits (32,256). Eight bits could exceed it with one, so their activations are
+ * 16-bit words: columns 0 and 2, then 1 and 3. */
+INLINE int pairs_of(int kind) { return kind == FOUR_BITS ? 8 : kind == SIX_BITS ? 2 : 4; }
+
+INLINE void dot_words(const uint8_t *block, const int8_t *words, int count, vi *sums) {
+    __m256i first[4], second[4];
 #pragma GCC unroll 4
-    for (int m = 0; m < count; m++) high[m] = low[m] = _mm256_setzero_si256();
+    for (int m = 0; m < count; m++) first[m] = second[m] = _mm256_setzero_si256();
 #pragma GCC unroll 8
     for (int v = 0; v < 8; v++) {
-        __m256i w = weights_of(block, bits, v);
+        __m256i w = (__m256i)weights_of(block, EIGHT_BITS, v);
         __m256i even = _mm256_and_si256(w, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(w, 8);
 #pragma GCC unroll 4
         for (int m = 0; m < count; m++) {
-            const int8_t *x = digits + m * 2 * GROUP;
-            if (bits == 8) {
-                __m256i a = _mm256_madd_epi16(even, broadcast4(x + 8 * v));
-                __m256i b = _mm256_madd_epi16(odd, broadcast4(x + 8 * v + 4));
-                high[m] = _mm256_add_epi32(high[m], a);
-                low[m] = _mm256_add_epi32(low[m], b);
-            } else {
-                __m256i a = _mm256_maddubs_epi16(w, broadcast4(x + 4 * v));
-                __m256i b = _mm256_maddubs_epi16(w, broadcast4(x + GROUP + 4 * v));
-                high[m] = _mm256_add_epi16(high[m], a);
-                low[m] = _mm256_add_epi16(low[m], b);
-            }
-            keep_order(high[m], low[m]);
+            const int8_t *x = words + m * 2 * GROUP + 8 * v;
+            first[m] = _mm256_add_epi32(first[m], _mm256_madd_epi16(even, broadcast4(x)));
+            second[m] = _mm256_add_epi32(second[m], _mm256_madd_epi16(odd, broadcast4(x + 4)));
+            keep_order(first[m], second[m]);
         }
     }
 #pragma GCC unroll 4
-    for (int m = 0; m < count; m++) {
-        if (bits == 4) {
-            const __m256i ones = _mm256_set1_epi16(1);
-            high[m] = _mm256_slli_epi32(_mm256_madd_epi16(high[m], ones), 8);
-            low[m] = _mm256_madd_epi16(low[m], ones);
+    for (int m = 0; m < count; m++) sums[m] = (vi)_mm256_add_epi32(first[m], second[m]);
+}
+
+INLINE void dot_rows(const uint8_t *block, int kind, const int8_t *digits, int count, vi *sums) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i high[4], low[4];
+    int pairs = pairs_of(kind);
+    if (kind == EIGHT_BITS) {
+        dot_words(block, digits, count, sums);
+        return;
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; v++) {
+        __m256i w = (__m256i)weights_of(block, kind, v);
+#pragma GCC unroll 4
+        for (int m = 0; m < count; m++) {
+            const int8_t *x = digits + m * 2 * GROUP + 4 * v;
+            __m256i a = _mm256_maddubs_epi16(w, broadcast4(x));
+            __m256i b = _mm256_maddubs_epi16(w, broadcast4(x + GROUP));
+            high[m] = v % pairs ? _mm256_add_epi16(high[m], a) : a;
+            low[m] = v % pairs ? _mm256_add_epi16(low[m], b) : b;
+            keep_order(high[m], low[m]);
+            if (v % pairs < pairs - 1) continue;
+            __m256i wide = _mm256_slli_epi32(_mm256_madd_epi16(high[m], ones), 8);
+            wide = _mm256_add_epi32(wide, _mm256_madd_epi16(low[m], ones));
+            sums[m] = v < pairs ? (vi)wide : sums[m] + (vi)wide;
         }
-        sums[m] = (vi)_mm256_add_epi32(high[m], low[m]);
     }
 }
 
@@ -136,9 +151,9 @@ INLINE void dot_rows(const uint8_t *block, int bits, const int8_t *digits, int c
 
 /* A group's exact dot products of `count` rows of digits with LANES rows of weights; four rows at a
  * time, as there are sixteen registers. */
-INLINE void dot_group(const uint8_t *block, int bits, const int8_t *digits, const float *group_sums,
+INLINE void dot_group(const uint8_t *block, int kind, const int8_t *digits, const float *group_sums,
                       int count, vi *sums) {
     (void)group_sums;
-    dot_rows(block, bits, digits, count < 4 ? count : 4, sums);
-    if (count > 4) dot_rows(block, bits, digits + 8 * GROUP, count - 4, sums + 4);
+    dot_rows(block, kind, digits, count < 4 ? count : 4, sums);
+    if (count > 4) dot_rows(block, kind, digits + 8 * GROUP, count - 4, sums + 4);
 }

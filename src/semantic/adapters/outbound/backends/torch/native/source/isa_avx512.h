@@ -12,6 +12,8 @@
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 
+#include "groups.h"
+
 INLINE void cpu_pause(void) { _mm_pause(); }
 INLINE vf splat(float x) { return (vf)_mm512_set1_ps(x); }
 INLINE vf fmadd(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
@@ -45,6 +47,11 @@ INLINE void reduce4(const vf *v, float *sums) {
     _mm_storeu_ps(sums, _mm_hadd_ps(a, b));
 }
 
+INLINE vw look_up(vw codes) {
+    __m512i values = _mm512_broadcast_i32x4(_mm_setr_epi8(MXFP4_VALUES));
+    return (vw)_mm512_shuffle_epi8(values, (__m512i)codes);
+}
+
 /* Add the dot products of four columns; the instruction itself broadcasts the activations, a
  * form that GCC 12 does not generate. */
 INLINE __m512i dot4(__m512i sum, __m512i w, const int8_t *x) {
@@ -53,20 +60,12 @@ INLINE __m512i dot4(__m512i sum, __m512i w, const int8_t *x) {
 }
 
 /* A group's exact dot products of `count` rows of digits with LANES rows of weights. */
-INLINE void dot_group(const uint8_t *block, int bits, const int8_t *digits, const float *group_sums,
+INLINE void dot_group(const uint8_t *block, int kind, const int8_t *digits, const float *group_sums,
                       int count, vi *sums) {
     __m512i w[8];
     (void)group_sums;
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; v++) {
-        w[v] = _mm512_loadu_si512(block + v * 64);
-        if (bits == 8) {
-            w[v + 4] = _mm512_loadu_si512(block + 256 + v * 64);
-        } else {
-            w[v + 4] = _mm512_and_si512(_mm512_srli_epi16(w[v], 4), _mm512_set1_epi8(15));
-            w[v] = _mm512_and_si512(w[v], _mm512_set1_epi8(15));
-        }
-    }
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; v++) w[v] = (__m512i)weights_of(block, kind, v);
 #pragma GCC unroll 8
     for (int m = 0; m < count; m++, digits += 2 * GROUP) {
         __m512i high = _mm512_setzero_si512(), low = _mm512_setzero_si512();

@@ -12,6 +12,8 @@
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 
+#include "groups.h"
+
 INLINE void cpu_pause(void) { __asm__ volatile("yield"); }
 INLINE vf splat(float x) { return (vf)vdupq_n_f32(x); }
 INLINE vf fmadd(vf a, vf b, vf c) {
@@ -39,6 +41,11 @@ INLINE void reduce4(const vf *v, float *sums) {
     vst1q_f32(sums, vpaddq_f32(a, b));
 }
 
+INLINE vw look_up(vw codes) {
+    static const uint8_t values[] = {MXFP4_VALUES};
+    return (vw)vqtbl1q_u8(vld1q_u8(values), (uint8x16_t)codes);
+}
+
 INLINE int32x4_t dot_digits(int32x4_t sum, const int8x16_t *w, const int8_t *digits) {
     int8x16_t first = vld1q_s8(digits), second = vld1q_s8(digits + 16);
     sum = vdotq_laneq_s32(sum, w[0], first, 0), sum = vdotq_laneq_s32(sum, w[1], first, 1);
@@ -51,30 +58,21 @@ INLINE int32x4_t dot_digits(int32x4_t sum, const int8x16_t *w, const int8_t *dig
 /* A group's exact dot products of `count` rows of digits with LANES rows of weights. 8-bit
  * weights are signed here, so 128 times the group's sum is added. Low digits are added to the sum of
  * the high ones; with few rows they have a separate sum, so that neither sum waits for the other. */
-INLINE void dot_group(const uint8_t *block, int bits, const int8_t *digits, const float *group_sums,
+INLINE void dot_group(const uint8_t *block, int kind, const int8_t *digits, const float *group_sums,
                       int count, vi *sums) {
     int is_apart = count <= 4;
     int8x16_t w[8];
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; v++) {
-        if (bits == 8) {
-            w[v] = vld1q_s8((const int8_t *)block + v * 16);
-            w[v + 4] = vld1q_s8((const int8_t *)block + 64 + v * 16);
-        } else {
-            uint8x16_t pairs = vld1q_u8(block + v * 16);
-            w[v] = vreinterpretq_s8_u8(vandq_u8(pairs, vdupq_n_u8(15)));
-            w[v + 4] = vreinterpretq_s8_u8(vshrq_n_u8(pairs, 4));
-        }
-    }
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; v++) w[v] = (int8x16_t)weights_of(block, kind, v);
 #pragma GCC unroll 8
     for (int m = 0; m < count; m++, digits += 2 * GROUP) {
         int32x4_t offset = vdupq_n_s32(0);
-        if (bits == 8) offset = vshlq_n_s32(vcvtq_s32_f32(vld1q_dup_f32(group_sums + m)), 7);
+        if (kind == EIGHT_BITS) offset = vshlq_n_s32(vcvtq_s32_f32(vld1q_dup_f32(group_sums + m)), 7);
         int32x4_t high = vshlq_n_s32(dot_digits(vdupq_n_s32(0), w, digits), 8);
         if (is_apart) {
             sums[m] = (vi)vaddq_s32(high, dot_digits(offset, w, digits + GROUP));
         } else {
-            if (bits == 8) high = vaddq_s32(high, offset);
+            if (kind == EIGHT_BITS) high = vaddq_s32(high, offset);
             sums[m] = (vi)dot_digits(high, w, digits + GROUP);
         }
     }

@@ -10,6 +10,8 @@
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 
+#include "groups.h"
+
 INLINE void cpu_pause(void) {}
 INLINE vf splat(float x) { return (vf){x, x, x, x}; }
 INLINE vf fmadd(vf a, vf b, vf c) {
@@ -54,22 +56,15 @@ INLINE void reduce4(const vf *v, float *sums) {
 }
 
 /* A group's exact dot products of `count` rows of digits with LANES rows of weights. */
-INLINE void dot_group(const uint8_t *w, int bits, const int8_t *digits, const float *group_sums,
+INLINE void dot_group(const uint8_t *block, int kind, const int8_t *digits, const float *group_sums,
                       int count, vi *sums) {
     (void)group_sums;
     for (int m = 0; m < count; m++, digits += 2 * GROUP)
         for (int lane = 0; lane < LANES; lane++) {
             int32_t sum = 0;
-            for (int column = 0; column < GROUP; column++) {
-                int vector = column / 4, at = lane * 4 + column % 4, weight;
-                if (bits == 8)
-                    weight = w[vector * 4 * LANES + at];
-                else if (vector < 4)
-                    weight = w[vector * 4 * LANES + at] & 15;
-                else
-                    weight = w[(vector - 4) * 4 * LANES + at] >> 4;
-                sum += weight * (digits[column] * 256 + digits[GROUP + column]);
-            }
+            for (int column = 0; column < GROUP; column++)
+                sum += weight_at(block, kind, lane, column) *
+                       (digits[column] * 256 + digits[GROUP + column]);
             sums[m][lane] = sum;
         }
 }

@@ -89,7 +89,7 @@ INLINE int tile_width(int first, int num_rows) {
 void prepare_in_tile(int8_t *tile, const Matrix *reader, int place, int width, const float *x) {
     int columns = reader->columns;
     if (reader->kind != FULL) {
-        to_digits(x, columns, tile, place, width, HAS_WORDS && reader->kind == EIGHT_BITS);
+        to_digits(x, columns, tile, place, width, reads_words(reader));
         return;
     }
     float *out = (float *)tile + place * LANES;
@@ -103,27 +103,26 @@ void prepare(int8_t *prepared, const Matrix *reader, int row, int num_rows, cons
 
 /* ---- LANES rows of a matrix times some rows of activations ------------------------------------- */
 
-INLINE size_t group_size(int bits) { return 4 * LANES * (size_t)bits + 4 * LANES; }
-
-INLINE void multiply_integers(const uint8_t *block, int columns, int bits, const int8_t *digits,
+INLINE void multiply_integers(const uint8_t *block, int columns, int kind, const int8_t *digits,
                               int count, vf *out) {
     const float *sums = sums_of(digits, columns, count);
     vf total[MAX_TILE];
 #pragma GCC unroll 8
     for (int m = 0; m < count; m++) total[m] = zeros();
     for (int g = 0; g < columns / GROUP; g++, sums += count, digits += count * 2 * GROUP) {
-        const uint16_t *halves = (const uint16_t *)(block + 4 * LANES * bits);
-        vf scale = load_halves(halves), bias = load_halves(halves + LANES);
+        const uint16_t *halves = (const uint16_t *)(block + integers_size(kind));
+        vf scale = load_halves(halves);
+        vf bias = kind == MXFP4 ? scale * splat(-12.0f) : load_halves(halves + LANES);
         vi dots[MAX_TILE];
-        for (size_t at = 0; at < group_size(bits) && PREFETCH && count <= 4; at += 64)
+        for (size_t at = 0; at < group_size(kind) && PREFETCH && count <= 4; at += 64)
             __builtin_prefetch(block + PREFETCH + at);
-        dot_group(block, bits, digits, sums, count, dots);
+        dot_group(block, kind, digits, sums, count, dots);
 #pragma GCC unroll 8
         for (int m = 0; m < count; m++) {
             total[m] = fmadd(scale, to_floats(dots[m]), total[m]);
             total[m] = fmadd(bias, splat(sums[m]), total[m]);
         }
-        block += group_size(bits);
+        block += group_size(kind);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < count; m++) out[m] = total[m] * splat(sums[m]);
@@ -206,19 +205,20 @@ void multiply(const Matrix *a, int index, const int8_t *x, int count, int from, 
               vf *out) {
     const uint8_t *block = (const uint8_t *)a->data + block_size(a) * index;
     int left = a->rows - index * LANES;
-#define CASE(n, bits) case n: multiply_integers(block, a->columns, bits, x, n, out); break;
-#define CASES(bits)                                                                                \
-    switch (count) {                                                                               \
-        CASE(1, bits) CASE(2, bits) CASE(3, bits) CASE(4, bits)                                    \
-        CASE(5, bits) CASE(6, bits) CASE(7, bits) CASE(8, bits)                                    \
-    }
-    if (a->kind == FOUR_BITS)
-        CASES(4)
-    else if (a->kind == EIGHT_BITS)
-        CASES(8)
-    else
+#define ROWS(n, kind) case n: multiply_integers(block, a->columns, kind, x, n, out); break;
+#define KIND(kind)                                                                                 \
+    case kind:                                                                                     \
+        switch (count) {                                                                           \
+            ROWS(1, kind) ROWS(2, kind) ROWS(3, kind) ROWS(4, kind)                                \
+            ROWS(5, kind) ROWS(6, kind) ROWS(7, kind) ROWS(8, kind)                                \
+        }                                                                                          \
+        break;
+    switch (a->kind) {
+        KIND(FOUR_BITS) KIND(FIVE_BITS) KIND(SIX_BITS) KIND(EIGHT_BITS) KIND(MXFP4)
+    default:
         multiply_floats((const float *)block + from, a->columns, columns,
                         (const float *)x + (size_t)from * count, count, left, out);
+    }
     vf bias = zeros();
     if (a->bias && from == 0) {
         float padded[LANES] = {0};

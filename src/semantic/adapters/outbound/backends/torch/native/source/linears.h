@@ -5,10 +5,8 @@
 #include "threads.h"
 #include "vectors.h"
 
-enum { FULL = 0, FOUR_BITS = 4, EIGHT_BITS = 8 };
-
-/* Weights are plain float32 rows, or integers of 4 or 8 bits with a scale and a bias for every
- * 32 of a row, packed by `semantic_pack`. */
+/* Weights are plain float32 rows, or integers with a scale and a bias for every 32 of a row, packed
+ * by `semantic_pack`. */
 typedef struct {
     const void *data;
     const float *bias; /* or NULL */
@@ -34,9 +32,12 @@ typedef struct {
     int rows;
 } Input;
 
+/* Whether a matrix reads words instead of digits. */
+INLINE int reads_words(const Matrix *a) { return HAS_WORDS && a->kind == EIGHT_BITS; }
+
 /* Whether two matrices read the same form of their input. */
 INLINE int reads_same(const Matrix *a, const Matrix *b) {
-    return HAS_WORDS ? a->kind == b->kind : (a->kind == FULL) == (b->kind == FULL);
+    return (a->kind == FULL) == (b->kind == FULL) && reads_words(a) == reads_words(b);
 }
 
 /* Bytes that one prepared row takes. */

@@ -1,15 +1,12 @@
-/* Converts a file's integers to the layout that the kernels read.
- *
- * A block is LANES rows of 32 columns: eight vectors of four columns of each row (4 bits: the lower
- * halves of four vectors' bytes are vectors 0 to 3, the upper ones 4 to 7), then each row's scale
- * and each row's bias in half precision. Blocks of the same rows follow each other.
+/* Converts a file's integers to the layout that the kernels read, and rows back to floats. Blocks (see
+ * `groups.h`) of the same rows follow each other.
  */
 #include "linears.h"
 
 typedef struct {
     const uint8_t *packed;
     const float *scales, *biases;
-    int rows, columns, group, bits;
+    int rows, columns, group, kind;
     uint8_t *out;
     float unit;
 } Packing;
@@ -29,45 +26,52 @@ static uint16_t to_half(float value) {
     return (uint16_t)(sign | (uint16_t)((magnitude - 0x38000000) >> 13));
 }
 
-/* Spread four 4-bit numbers over four bytes. */
-INLINE uint32_t spread(uint32_t four) {
-    four = (four | four << 8) & 0x00ff00ff;
-    return (four | four << 4) & 0x0f0f0f0f;
+/* The integers of a row's group, a word of four bytes for each vector. */
+static void spread(const uint8_t *from, int bits, uint32_t *words) {
+    uint32_t mask = (1u << bits) - 1;
+    for (int v = 0; v < GROUP / 4; v += 2, from += bits) {
+        uint64_t eight = 0;
+        memcpy(&eight, from, bits);
+        for (int i = 0; i < 4; i++) {
+            words[v] = words[v] | (uint32_t)(eight >> i * bits & mask) << 8 * i;
+            words[v + 1] = words[v + 1] | (uint32_t)(eight >> (i + 4) * bits & mask) << 8 * i;
+        }
+    }
 }
 
-static void pack_row(const Packing *p, int row, int group, uint8_t *out) {
-    const uint8_t *from = p->packed + ((size_t)row * p->columns + group * GROUP) * p->bits / 8;
-    for (int v = 0; v < p->bits; v++, out += 4 * LANES) {
-        uint32_t word;
-        if (p->bits == 8) {
-            memcpy(&word, from + 4 * v, sizeof word);
-            if (IS_SIGNED) word ^= 0x80808080;
-        } else {
-            uint16_t low, high;
-            memcpy(&low, from + 2 * v, sizeof low);
-            memcpy(&high, from + 8 + 2 * v, sizeof high);
-            word = spread(low) | spread(high) << 4;
+static void pack_row(const uint8_t *from, int bits, uint8_t *out) {
+    uint32_t words[GROUP / 4] = {0}, packed[GROUP / 4] = {0};
+    spread(from, bits, words);
+    for (int v = 0; v < GROUP / 4; v++) {
+        uint32_t low = words[v] & 0x0f0f0f0f, high = words[v] >> 4 & 0x0f0f0f0f;
+        if (bits == 8) {
+            packed[v] = words[v] ^ (IS_SIGNED ? 0x80808080 : 0);
+            continue;
         }
-        memcpy(out, &word, sizeof word);
+        packed[v % 4] |= v < 4 ? low : low << 4;
+        if (bits == 5) packed[4] |= high << v;
+        if (bits == 6) packed[4 + v / 4] |= high << 2 * (v % 4);
     }
+    for (int v = 0; v < bits; v++) memcpy(out + 4 * LANES * v, &packed[v], sizeof *packed);
 }
 
 static void pack_job(void *argument, Team *team, int thread) {
     Packing *p = argument;
     int blocks = (p->rows + LANES - 1) / LANES, index, groups = p->columns / GROUP;
-    size_t bytes = 4 * LANES * (size_t)p->bits, size = bytes + 4 * LANES;
+    int bits = p->kind == MXFP4 ? 4 : p->kind;
+    size_t size = group_size(p->kind);
     (void)thread;
     while ((index = take(team, blocks, 1)) >= 0) {
         uint8_t *out = p->out + size * groups * index;
         for (int g = 0; g < groups; g++, out += size) {
             if (index * LANES + LANES > p->rows) memset(out, 0, size);
-            uint16_t *scales = (uint16_t *)(out + bytes), *biases = scales + LANES;
+            uint16_t *scales = (uint16_t *)(out + integers_size(p->kind)), *biases = scales + LANES;
             for (int r = 0; r < LANES && index * LANES + r < p->rows; r++) {
                 int row = index * LANES + r;
                 size_t at = (size_t)row * (p->columns / p->group) + g * GROUP / p->group;
-                pack_row(p, row, g, out + 4 * r);
+                pack_row(p->packed + ((size_t)row * groups + g) * 4 * bits, bits, out + 4 * r);
                 scales[r] = to_half(p->scales[at] / p->unit);
-                biases[r] = to_half(p->biases[at] / p->unit);
+                if (p->kind != MXFP4) biases[r] = to_half(p->biases[at] / p->unit);
             }
         }
     }
@@ -75,14 +79,31 @@ static void pack_job(void *argument, Team *team, int thread) {
 }
 
 /* Bytes that a packed matrix takes. */
-size_t semantic_packed_size(int rows, int columns, int bits) {
-    size_t blocks = (size_t)(rows + LANES - 1) / LANES * (columns / GROUP);
-    return blocks * 4 * LANES * (bits + 1);
+size_t semantic_packed_size(int rows, int columns, int kind) {
+    return (size_t)(rows + LANES - 1) / LANES * (columns / GROUP) * group_size(kind);
 }
 
-/* Pack a matrix whose integers are stored in rows, the first in the lowest bits. */
+/* Pack a matrix whose integers are stored in rows, the first in the lowest bits; MXFP4 has no biases. */
 void semantic_pack(const uint8_t *packed, const float *scales, const float *biases, int rows,
-                   int columns, int group, int bits, float unit, uint8_t *out, int threads) {
-    Packing p = {packed, scales, biases, rows, columns, group, bits, out, unit};
+                   int columns, int group, int kind, float unit, uint8_t *out, int threads) {
+    Packing p = {packed, scales, biases, rows, columns, group, kind, out, unit};
     run_job(pack_job, &p, threads);
+}
+
+/* Expand some rows of a packed matrix, as float32. Returns 0, or 1 if there is no such row. */
+int semantic_rows(const Matrix *a, const int64_t *rows, int count, float *out) {
+    int groups = a->columns / GROUP, kind = a->kind;
+    for (int i = 0; i < count; i++) {
+        if (rows[i] < 0 || rows[i] >= a->rows) return 1;
+        size_t first = (size_t)(rows[i] / LANES) * groups, lane = rows[i] % LANES;
+        const uint8_t *block = (const uint8_t *)a->data + first * group_size(kind);
+        for (int g = 0; g < groups; g++, block += group_size(kind)) {
+            const uint16_t *halves = (const uint16_t *)(block + integers_size(kind));
+            float scale = load_halves(halves)[lane];
+            float bias = kind == MXFP4 ? -12.0f * scale : load_halves(halves + LANES)[lane];
+            for (int c = 0; c < GROUP; c++) /* the product is exact */
+                *out++ = ((float)weight_at(block, kind, (int)lane, c) * scale + bias) * a->unit;
+        }
+    }
+    return 0;
 }

@@ -6,12 +6,13 @@
  *   LANES            numbers in a vector, and matrix rows that lie side by side
  *   VALUE_VECTORS    vectors of values that decode attention sums at once
  *   PANEL_VECTORS    vectors of queries that a panel of prefill attention has
- *   HAS_WORDS        activations for 8-bit weights are 16-bit words instead of two digits
+ *   HAS_WORDS        activations for 8-bit weights (no others) are 16-bit words instead of two digits
  *   IS_SIGNED        8-bit weights are stored as signed bytes (minus 128)
  *   PREFETCH         distance in bytes at which weights are prefetched for few rows; 0: never
  *   SPINS            calls of `cpu_pause` before a waiting thread sleeps: a quarter of a millisecond
  *   splat, fmadd, vmax, round_to_int, load_halves, load_some, store_some, reduce_add, reduce4
  *                    (reduce4 adds in the order of reduce_add)
+ *   look_up          the value of each byte's MXFP4 code
  *   dot_group        exact integer dot products of one group of 32 columns
  *
  * Results of integer matrices are the same bytes in every variant: `dot_group` is exact, floats are
