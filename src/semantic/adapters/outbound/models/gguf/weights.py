@@ -1,14 +1,15 @@
-"""Converts a GGUF file's tensors: quantised matrices stay quantised, others become bfloat16.
+"""Converts a GGUF file's tensors: quantised matrices stay quantised, others have 16 bits.
 
-The result is MLX's format, which mlx-lm reads directly: integers of 4 or 8 bits packed into words,
-and a scale and a bias for every 32 weights of a row, ``weight = integer * scale + bias``. Q4_0,
-Q4_1, Q4_K and Q8_0 have the same structure, so their integers are copied and only scales and biases
-are rounded, to bfloat16. Types with other groups or steps (Q6_K, Q5_K, IQ4_NL...) are requantised
-to 8 bits. MXFP4, the format of GPT-OSS's experts, is kept: 4-bit numbers, and for every 32 an
-exponent instead of scale and bias.
+The result is MLX's format, which mlx-lm reads directly: integers of 4, 5, 6 or 8 bits packed into
+words, and a scale and a bias in float16 for every 32 weights of a row, ``weight = integer * scale +
+bias``. Types with the same structure keep their integers. Q6_K has a scale for every 16 weights:
+the group takes the greater of two, and the other half is rounded to its steps. MXFP4, the format of
+GPT-OSS's experts, is kept: 4-bit numbers, and for every 32 an exponent instead of scale and bias.
+Types with less than 4 bits or uneven steps become 8 bits, which few tensors of a file may take:
+`find_problem` names files that would grow by more than 15 %.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import gguf
@@ -19,18 +20,31 @@ from gguf.quants import Q4_K, dequantize
 from safetensors import TensorSpec
 
 GROUP = 32
+GROWTH = 1.15  # the most that a file may grow
 
 Floats = npt.NDArray[np.float32]
+Halves = npt.NDArray[np.float16]
 Bytes = npt.NDArray[np.uint8]
-Stored = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Stored = Bytes | Halves | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 _Groups = tuple[Bytes, Floats, Floats]
 
-_PLAIN = {Kind.F64, Kind.F32, Kind.F16, Kind.BF16}
+PLAIN = (Kind.F32, Kind.F16, Kind.BF16)
+"""Types that are not quantised; they become 16 bits wide."""
+BITS = {
+    **dict.fromkeys((Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.MXFP4), 4),
+    **dict.fromkeys((Kind.Q5_0, Kind.Q5_1, Kind.Q5_K), 5),
+    **dict.fromkeys((Kind.Q6_K,), 6),
+    **dict.fromkeys((Kind.Q8_0, Kind.IQ4_NL, Kind.IQ4_XS, Kind.NVFP4, Kind.Q3_K, Kind.Q2_K), 8),
+    **dict.fromkeys((Kind.IQ3_S, Kind.IQ3_XXS, Kind.IQ2_S, Kind.IQ2_XS, Kind.IQ2_XXS), 8),
+    **dict.fromkeys((Kind.IQ1_M, Kind.IQ1_S, Kind.TQ2_0, Kind.TQ1_0), 8),
+}
+"""Bits per integer that each quantised type is stored in; other types are not supported."""
+_ALTERNATIVES = "Q4_K_M, Q5_K_M, Q6_K or Q8_0"
 _VALUES_AT_ONCE = 1 << 22
-_SMALLEST_SCALE = np.float32(1e-8)
-_FOUR_BITS = (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.MXFP4)
+_SMALLEST_SCALE = np.float32(2**-24)  # of float16
 _NAMES: dict[np.dtype[Any], str] = {
     np.dtype(np.uint8): "uint8",
+    np.dtype(np.float16): "float16",
     np.dtype(np.uint16): "bfloat16",
     np.dtype(np.uint32): "uint32",
 }
@@ -39,19 +53,66 @@ _NAMES: dict[np.dtype[Any], str] = {
 def is_grouped(tensor: gguf.ReaderTensor) -> bool:
     """Whether a tensor stays quantised: a matrix whose rows consist of whole groups."""
     is_matrix = len(tensor.shape) > 1 and int(tensor.shape[0]) % GROUP == 0
-    return is_matrix and tensor.tensor_type not in _PLAIN
+    return is_matrix and tensor.tensor_type not in PLAIN
 
 
 def group_bits(tensor: gguf.ReaderTensor) -> int:
     """Bits per integer of a grouped tensor."""
-    return 4 if tensor.tensor_type in _FOUR_BITS else 8
+    return BITS[tensor.tensor_type]
+
+
+def file_bits(kind: Kind) -> float:
+    """Bits that a weight takes in a GGUF file."""
+    num_weights, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    return num_bytes * 8 / num_weights
+
+
+def stored_bits(kind: Kind) -> float:
+    """Bits that a weight of a matrix takes after the import, with its share of scale and bias."""
+    if kind in PLAIN:
+        return 16
+    return BITS[kind] + (8 if kind == Kind.MXFP4 else 32) / GROUP
+
+
+def stored_size(tensor: gguf.ReaderTensor) -> int:
+    """Bytes that a tensor takes."""
+    bits = stored_bits(tensor.tensor_type) if is_grouped(tensor) else 16
+    return int(tensor.n_elements * bits) // 8
+
+
+def find_problem(tensors: Collection[gguf.ReaderTensor]) -> str | None:
+    """Return why tensors cannot be stored, an unknown type or too much growth; None if they can."""
+    for tensor in tensors:
+        kind = tensor.tensor_type
+        if kind not in BITS and kind not in PLAIN:
+            return f"type {kind.name} of tensor {tensor.name} is not supported"
+    before, after = sum(int(t.n_bytes) for t in tensors), sum(map(stored_size, tensors))
+    if after <= GROWTH * before:
+        return None
+    grown = sorted({t.tensor_type.name for t in tensors if stored_size(t) > GROWTH * t.n_bytes})
+    return (
+        f"stored in 8 bits, its tensors of type {', '.join(grown)} would make {_size(after)} of "
+        f"{_size(before)}. Use a file of this model in {_ALTERNATIVES}"
+    )
+
+
+def describe_storage(tensors: Collection[gguf.ReaderTensor]) -> str:
+    """Describe the size of tensors and their bits per weight, before and after the import."""
+    before, after = sum(int(t.n_bytes) for t in tensors), sum(map(stored_size, tensors))
+    kinds = sorted({tensor.tensor_type for tensor in tensors if len(tensor.shape) > 1})
+    bits = ", ".join(f"{k.name} {file_bits(k):.4g} -> {stored_bits(k):.4g}" for k in kinds)
+    return f"{_size(before)} become {_size(after)} (bits per weight: {bits})"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def read_tensor(tensor: gguf.ReaderTensor) -> dict[str, Stored]:
-    """Read a tensor's arrays, by the suffix of their names; 16-bit arrays hold bfloat16.
+    """Read a tensor's arrays, by the suffix of their names; arrays of uint16 hold bfloat16.
 
     Raises:
-        NotImplementedError: the tensor's type is not supported.
+        ValueError: a weight is not finite or too large.
     """
     if len(tensor.shape) == 1:
         return _read_rows(tensor, tensor.data)
@@ -67,7 +128,7 @@ def read_tensor(tensor: gguf.ReaderTensor) -> dict[str, Stored]:
 
 
 def read_floats(tensor: gguf.ReaderTensor) -> Floats:
-    """Dequantise a tensor; `NotImplementedError` if its type is not supported."""
+    """Dequantise a tensor."""
     return np.asarray(dequantize(tensor.data, tensor.tensor_type))
 
 
@@ -80,6 +141,19 @@ def to_bfloat16(values: Floats) -> npt.NDArray[np.uint16]:
     return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 
+def to_float16(values: Floats) -> Halves:
+    """Round to float16.
+
+    Raises:
+        ValueError: a value is not finite or too large.
+    """
+    with np.errstate(over="ignore"):
+        halves = values.astype(np.float16)
+    if not np.isfinite(halves).all():
+        raise ValueError("has scales that are not finite, or too large for float16")
+    return halves
+
+
 def tensor_spec(array: Stored) -> TensorSpec:
     """Describe an array for safetensors; the array must outlive the result."""
     name, address = _NAMES[array.dtype], array.ctypes.data
@@ -88,6 +162,8 @@ def tensor_spec(array: Stored) -> TensorSpec:
 
 def _read_rows(tensor: gguf.ReaderTensor, rows: npt.NDArray[Any]) -> dict[str, Stored]:
     kind = tensor.tensor_type
+    if kind == Kind.F16:
+        return {"weight": np.ascontiguousarray(rows).view(np.float16)}
     if not is_grouped(tensor):
         return {"weight": to_bfloat16(np.asarray(dequantize(rows, kind)))}
     if kind == Kind.MXFP4:
@@ -99,18 +175,22 @@ def _read_rows(tensor: gguf.ReaderTensor, rows: npt.NDArray[Any]) -> dict[str, S
     else:
         integers, scales, biases = _quantise(np.asarray(dequantize(rows, kind)))
     return {
-        "weight": _words(integers, group_bits(tensor)),
-        "scales": to_bfloat16(scales.reshape(len(rows), -1)),
-        "biases": to_bfloat16(biases.reshape(len(rows), -1)),
+        "weight": _words(integers, BITS[kind]),
+        "scales": to_float16(scales.reshape(len(rows), -1)),
+        "biases": to_float16(biases.reshape(len(rows), -1)),
     }
 
 
 def _words(integers: Bytes, bits: int) -> npt.NDArray[np.uint32]:
-    """Pack each row's integers into words, the first in the lowest bits."""
-    flat = integers.reshape(len(integers), -1)
-    if bits == 4:
-        flat = flat[:, ::2] | (flat[:, 1::2] << np.uint8(4))
-    return np.ascontiguousarray(flat).view(np.uint32)
+    """Pack each row's integers into a stream of bits, the first in the lowest."""
+    eights = integers.reshape(len(integers), -1, 8)
+    packed = np.zeros((*eights.shape[:2], bits), np.uint8)  # eight integers fill `bits` bytes
+    for index in range(8):
+        byte, shift = divmod(bits * index, 8)
+        packed[..., byte] |= eights[..., index] << np.uint8(shift)
+        if shift + bits > 8:
+            packed[..., byte + 1] |= eights[..., index] >> np.uint8(8 - shift)
+    return packed.reshape(len(integers), -1).view(np.uint32)
 
 
 # -- blocks of each type to integers [row, group, 32], scales and biases [row, group] -------------
@@ -126,6 +206,21 @@ def _split_q4_1(rows: Bytes) -> _Groups:
     return _two_halves(nibbles), scales[..., 0], scales[..., 1]
 
 
+def _split_q5_0(rows: Bytes) -> _Groups:
+    scales, rest = _parts(rows, 1, 4 + 16)
+    return _with_fifth_bits(rest), scales[..., 0], -16 * scales[..., 0]
+
+
+def _split_q5_1(rows: Bytes) -> _Groups:
+    scales, rest = _parts(rows, 2, 4 + 16)
+    return _with_fifth_bits(rest), scales[..., 0], scales[..., 1]
+
+
+def _with_fifth_bits(rest: Bytes) -> Bytes:
+    fifth = np.unpackbits(rest[..., :4], axis=-1, bitorder="little")
+    return _two_halves(rest[..., 4:]) | (fifth << np.uint8(4))
+
+
 def _split_q8_0(rows: Bytes) -> _Groups:
     scales, integers = _parts(rows, 1, 32)
     # Flipping the sign bit shifts the range from -128..127 to 0..255.
@@ -134,14 +229,47 @@ def _split_q8_0(rows: Bytes) -> _Groups:
 
 def _split_q4_k(rows: Bytes) -> _Groups:
     steps, rest = _parts(rows, 2, 12 + 128)
-    scales, least = Q4_K.get_scale_min(np.ascontiguousarray(rest[..., :12]).reshape(-1, 12))
-    shape = (len(rows), -1, 8)
-    nibbles = rest[..., 12:].reshape(len(rows), -1, 4, 32)
-    return (
-        np.stack([nibbles & 15, nibbles >> 4], axis=3).reshape(len(rows), -1, GROUP),
-        steps[..., :1] * scales.reshape(shape),
-        -steps[..., 1:] * least.reshape(shape),
+    return _in_turn(rest[..., 12:]), *_two_levels(steps, rest[..., :12])
+
+
+def _split_q5_k(rows: Bytes) -> _Groups:
+    steps, rest = _parts(rows, 2, 12 + 32 + 128)
+    fifth = rest[..., None, 12:44] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    fifth = fifth.reshape(len(rows), -1, GROUP)
+    integers = _in_turn(rest[..., 44:]) | (fifth << np.uint8(4))
+    return integers, *_two_levels(steps, rest[..., :12])
+
+
+def _two_levels(steps: Floats, packed: Bytes) -> tuple[Floats, Floats]:
+    """Scales and biases of groups: small integers times the block's two numbers."""
+    scales, least = Q4_K.get_scale_min(np.ascontiguousarray(packed).reshape(-1, 12))
+    shape = (len(steps), -1, 8)
+    return steps[..., :1] * scales.reshape(shape), -steps[..., 1:] * least.reshape(shape)
+
+
+def _in_turn(nibbles: Bytes) -> Bytes:
+    """Unpack nibbles: 32 low halves, then the high halves of the same bytes."""
+    runs = nibbles.reshape(len(nibbles), -1, 32)
+    return np.stack([runs & 15, runs >> 4], axis=2).reshape(len(nibbles), -1, GROUP)
+
+
+def _split_q6_k(rows: Bytes) -> _Groups:
+    blocks = rows.reshape(len(rows), -1, 210)
+    low = blocks[..., :128].reshape(len(rows), -1, 1, 64) >> np.array([[0], [4]], np.uint8)
+    high = blocks[..., 128:192].reshape(len(rows), -1, 1, 32) >> np.array(
+        [[0], [2], [4], [6]], np.uint8
     )
+    shape = (len(rows), -1, 2, GROUP // 2)
+    integers = (low & 15).reshape(shape) | (high & 3).reshape(shape) << np.uint8(4)
+    unit = np.ascontiguousarray(blocks[..., 208:]).view(np.float16).astype(np.float32)
+    halves = (unit * blocks[..., 192:208].view(np.int8)).reshape(*integers.shape[:3])
+    # The half with the greater scale keeps its integers, the other one is rounded to its steps.
+    greater = np.abs(halves).argmax(axis=-1, keepdims=True)
+    scales = np.take_along_axis(halves, greater, axis=-1)
+    ratios = np.divide(halves, scales, out=np.ones_like(halves), where=scales != 0)
+    steps = np.rint((integers.astype(np.float32) - 32) * ratios[..., None]) + 32
+    integers = np.clip(steps, 0, 63).astype(np.uint8).reshape(len(rows), -1, GROUP)
+    return integers, scales[..., 0], -32 * scales[..., 0]
 
 
 def _parts(rows: Bytes, num_halves: int, num_bytes: int) -> tuple[Floats, Bytes]:
@@ -168,12 +296,16 @@ def _quantise(weights: Floats) -> _Groups:
 
 
 def _rounded(values: Floats) -> Floats:
-    return (to_bfloat16(values).astype(np.uint32) << 16).view(np.float32)
+    return to_float16(values).astype(np.float32)
 
 
 _SPLITTERS: dict[Kind, Callable[[Bytes], _Groups]] = {
     Kind.Q4_0: _split_q4_0,
     Kind.Q4_1: _split_q4_1,
     Kind.Q4_K: _split_q4_k,
+    Kind.Q5_0: _split_q5_0,
+    Kind.Q5_1: _split_q5_1,
+    Kind.Q5_K: _split_q5_k,
+    Kind.Q6_K: _split_q6_k,
     Kind.Q8_0: _split_q8_0,
 }
