@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.contract
 Floats = npt.NDArray[np.float32]
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 ENCODERS: dict[Kind, Callable[[Floats], npt.NDArray[Any]]] = {
-    **{k: lambda w, k=k: gguf.quantize(w, k) for k in (Kind.Q4_0, Kind.Q5_1, Kind.Q8_0)},
+    **{kind: partial(gguf.quantize, qtype=kind) for kind in (Kind.Q4_0, Kind.Q5_1, Kind.Q8_0)},
     Kind.Q6_K: encode_q6_k,
 }
 # How much the import changes logits, relative to the change that the type itself made before.

@@ -16,7 +16,7 @@ time are expanded.
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,7 +109,7 @@ class GroupedWeight:
 
 def _packed(integers: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack each row's integers into a stream of bits: every eight of them fill `bits` bytes."""
-    eights = integers.unflatten(-1, (-1, 8))
+    eights = integers.reshape(*integers.shape[:-1], -1, 8)
     packed = integers.new_zeros(*eights.shape[:-1], bits)
     for index, (byte, shift) in enumerate(_places(bits)):
         packed[..., byte] |= eights[..., index] << shift
@@ -121,7 +121,7 @@ def _packed(integers: torch.Tensor, bits: int) -> torch.Tensor:
 def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         return packed
-    bytes_of_eight = packed.unflatten(-1, (-1, bits))
+    bytes_of_eight = packed.reshape(*packed.shape[:-1], -1, bits)
     integers = packed.new_empty(*bytes_of_eight.shape[:-1], 8)
     for index, (byte, shift) in enumerate(_places(bits)):
         value = bytes_of_eight[..., byte] >> shift
@@ -218,7 +218,7 @@ class GroupedEmbedding(nn.Module):
         super().__init__()
         self.grouped, self.dtype = weight, dtype
         self.scale = scale  # Gemma scales its embeddings
-        self._expand = weight.expanded
+        self._expand: Callable[[torch.Tensor], torch.Tensor] = weight.expanded
 
     def share(self, head: GroupedLinear) -> None:
         """Read the weights of a head that is packed for the native library; frees the own ones."""

@@ -64,7 +64,7 @@ def group_bits(tensor: gguf.ReaderTensor) -> int:
 def file_bits(kind: Kind) -> float:
     """Bits that a weight takes in a GGUF file."""
     num_weights, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-    return num_bytes * 8 / num_weights
+    return float(num_bytes * 8 / num_weights)
 
 
 def stored_bits(kind: Kind) -> float:
@@ -234,7 +234,7 @@ def _split_q4_k(rows: Bytes) -> _Groups:
 
 def _split_q5_k(rows: Bytes) -> _Groups:
     steps, rest = _parts(rows, 2, 12 + 32 + 128)
-    fifth = rest[..., None, 12:44] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    fifth = rest[..., None, 12:44] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
     fifth = fifth.reshape(len(rows), -1, GROUP)
     integers = _in_turn(rest[..., 44:]) | (fifth << np.uint8(4))
     return integers, *_two_levels(steps, rest[..., :12])
