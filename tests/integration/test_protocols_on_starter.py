@@ -34,7 +34,19 @@ TEMPLATE = """\
 {{- '<|im_start|>assistant\\n' + ('<think>\\n' if enable_thinking else '') -}}
 {%- endif -%}
 """
+# Tokens that the model hardly knows stand for those that mark a prefix and a suffix.
+RENAMED = {
+    "<issue_start>": "<fim_prefix>",
+    "<issue_comment>": "<fim_suffix>",
+    "<issue_closed>": "<fim_middle>",
+}
 PARIS = "What is the capital of France? Answer in one sentence."
+
+
+def renamed(tokenizer: str) -> str:
+    for old, new in RENAMED.items():
+        tokenizer = tokenizer.replace(json.dumps(old), json.dumps(new))
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +57,9 @@ def running(
     model = home / MODEL
     model.mkdir()
     for file in starter_model_dir.iterdir():
-        if file.name != "tokenizer_config.json":
+        if file.name == "tokenizer.json":
+            (model / file.name).write_text(renamed(file.read_text()))
+        elif file.name != "tokenizer_config.json":
             (model / file.name).symlink_to(file)
     config = json.loads((starter_model_dir / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
@@ -65,6 +79,36 @@ def test_a_conversation_by_response_ids(openai_client: openai.OpenAI) -> None:
     assert "Rome" in second.output_text
     cached = second.usage.input_tokens_details.cached_tokens
     assert cached >= first.usage.total_tokens - 1
+
+
+def test_items_by_reference_continue_from_what_was_computed(openai_client: openai.OpenAI) -> None:
+    usual: Any = {"model": MODEL, "temperature": 0}
+    first: Any = openai_client.responses.create(input=PARIS, **usual)
+    question = openai_client.responses.input_items.list(first.id).data[0]
+    more: Any = {"role": "user", "content": "And of Italy? Answer in one sentence."}
+    items: Any = [{"type": "item_reference", "id": item.id} for item in (question, *first.output)]
+    second: Any = openai_client.responses.create(input=[*items, more], **usual)
+    assert "Rome" in second.output_text
+    cached = second.usage.input_tokens_details.cached_tokens
+    assert cached >= first.usage.total_tokens - 1
+
+
+def test_the_middle_of_a_text_is_filled_in(
+    openai_client: openai.OpenAI, running: RunningServer
+) -> None:
+    before, after = "def add(a, b):\n    return ", "\n\nprint(add(1, 2))  # <|endoftext|>\n"
+    asked: Any = {"model": MODEL, "temperature": 0, "max_tokens": 12}
+    ask = openai_client.completions.create
+    first: Any = ask(prompt=before, suffix=after, **asked)
+    again: Any = ask(prompt=before, suffix=after, **asked)
+    model = running.server.device.model
+    assert model is not None
+    special, plain = model.tokenizer.special_ids, model.tokenizer.encode_plain
+    ids = [special["<fim_prefix>"], *plain(before), special["<fim_suffix>"], *plain(after)]
+    by_ids: Any = ask(prompt=[*ids, special["<fim_middle>"]], **asked)
+    assert first.choices[0].text == again.choices[0].text == by_ids.choices[0].text
+    assert again.usage.prompt_tokens == len(ids) + 1
+    assert again.usage.prompt_tokens_details.cached_tokens == len(ids)
 
 
 def test_a_reply_that_was_begun_is_the_same_prompts_and_is_replayed(

@@ -319,9 +319,14 @@ class ServiceClass(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RawPrompt:
-    """A prompt used without a template: token ids, or text that may contain special tokens."""
+    """A prompt used without a template: token ids, or text that may contain special tokens.
+
+    Attributes:
+        suffix: If not empty, the reply is the text between the content, as plain text, and this.
+    """
 
     content: str | tuple[int, ...]
+    suffix: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,5 +8,8 @@
 5. `replay.py` returns the sampled tokens of a reply that this server generated and a client sends
    back as text. Its `LruCache` bounds the caches of these modules.
 
+A raw prompt passes none of these steps; `fill_in.py` writes one that asks for the text before a
+suffix.
+
 An agent's prompts always show the date of its first turn.
 """

@@ -17,6 +17,7 @@ from semantic.application.agents.ledger import AgentLedger
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.model import LoadedModel
 from semantic.application.engine.request import Job, monotonic
+from semantic.application.prompt.fill_in import fill_in_ends, fill_in_tokens
 from semantic.application.prompt.renderer import FrozenDates, Prompt, Renderer
 from semantic.application.prompt.replay import ReplayStore, TenantReplays
 from semantic.application.requests.identity import Claim, Identities, Identity
@@ -32,7 +33,7 @@ from semantic.domain.errors import (
     StateQuotaError,
 )
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
-from semantic.domain.sampling import DEFAULT_REPLY_TOKENS
+from semantic.domain.sampling import DEFAULT_REPLY_TOKENS, StopRules
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import ModelBackendPort
 from semantic.ports.text import TokenConstraint
@@ -120,7 +121,7 @@ class Preparation:
             root=root,
             tokens=prompt.tokens,
             sampling=sampling,
-            stop=request.stop,
+            stop=_stop_rules(request, model),
             max_tokens=max_tokens,
             boundaries=_block_ends(prompt, model.backend.spec),
             service_class=request.service_class,
@@ -332,6 +333,8 @@ def _predicted(request: ChatRequest, model: LoadedModel) -> tuple[int, ...]:
 
 def _raw_tokens(prompt: RawPrompt, model: LoadedModel) -> tuple[int, ...]:
     content = prompt.content
+    if isinstance(content, str) and prompt.suffix:
+        return fill_in_tokens(content, prompt.suffix, model.tokenizer)
     if isinstance(content, str):
         require_whole_characters(content, param="prompt")
         content = tuple(model.tokenizer.encode_prompt(content))
@@ -341,6 +344,13 @@ def _raw_tokens(prompt: RawPrompt, model: LoadedModel) -> tuple[int, ...]:
     if min(content) < 0 or max(content) >= size:
         raise InvalidRequestError(f"a token id is not in [0, {size}).", param="prompt")
     return content
+
+
+def _stop_rules(request: ChatRequest, model: LoadedModel) -> StopRules:
+    stop, prompt = request.stop, request.raw_prompt
+    if prompt is None or not prompt.suffix or stop.ignore_eos:
+        return stop
+    return replace(stop, token_ids=stop.token_ids | fill_in_ends(model.tokenizer))
 
 
 def _tail(prompt: Prompt, model: LoadedModel, visible: Mapping[int, bytes]) -> str:

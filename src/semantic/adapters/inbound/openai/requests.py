@@ -421,7 +421,8 @@ class CompletionRequest(_RepliesFields):
         return [p if isinstance(p, str) else tuple(p) for p in prompt if not isinstance(p, int)]
 
     def to_domain(self, headers: AgentHint) -> list[ChatRequest]:
-        refuse(self.suffix, "suffix", "suffix is not supported: models only continue a text.")
+        is_text = all(isinstance(prompt, str) for prompt in self.prompts)
+        refuse(self.suffix and not is_text, "suffix", "it needs a prompt of text, not token ids.")
         refuse(
             self.best_of not in (None, 1, self.num_replies),
             "best_of",
@@ -442,7 +443,7 @@ class CompletionRequest(_RepliesFields):
             ChatRequest(
                 model=self.model or "",
                 messages=(),
-                raw_prompt=RawPrompt(prompt),
+                raw_prompt=RawPrompt(prompt, self.suffix or ""),
                 sampling=self.sampling(self.logprobs),
                 stop=self.stop_rules(max_tokens),
                 output_format=output_format,
