@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from semantic.domain.sampling import SamplingParams
+from semantic.domain.sampling import SamplingParams, TokenLogprob
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import (
     LAST_SAMPLED,
@@ -16,6 +16,7 @@ from semantic.ports.backend import (
     KVPayload,
     ModelBackendPort,
     Row,
+    RowFailed,
     Sampled,
     SequenceId,
     Step,
@@ -209,3 +210,32 @@ def check_logprobs(
         assert logprob is not None
         for token, value in logprob.top:
             assert abs(value - float(expected[end - 1][token])) < limit, (end, token)
+
+
+def check_scores(backend: ModelBackendPort, tokens: list[int], expected: Any, limit: float) -> None:
+    """Of all tokens but the first, in chunks of all sizes, beside another sequence."""
+    run, neighbour = begin(backend, 10, tokens), begin(backend, 11, prompt(100, seed=1))
+    ends = [end for end in (0, 1, 8, 21, 22, 54, 60) if end <= len(tokens)]
+    for start, end in itertools.pairwise(ends):
+        beside = neighbour.chunk(3)
+        row, other = step(backend, scored_chunk(run, end, num_top=3), beside)
+        neighbour.take(beside, other)
+        run.num_held = end
+        for place, score in enumerate(scores_of(row), start):
+            for token, value in ((score.token, score.logprob), *score.top):
+                assert abs(value - float(expected[place][token])) < limit, (place, token)
+            best = max(value for _, value in score.top)
+            assert abs(best - float(expected[place].max())) < limit
+
+
+def scored_chunk(run: Run, end: int, num_top: int = 0) -> Chunk:
+    """A run's tokens up to `end`, with the tokens after them as targets."""
+    targets = tuple(run.tokens[run.num_held + 1 : end + 1])
+    chunk = run.chunk(end - run.num_held)
+    return replace(chunk, targets=targets, num_top=num_top)
+
+
+def scores_of(row: Row) -> tuple[TokenLogprob, ...]:
+    """The scores of a row that did not fail."""
+    assert not isinstance(row, RowFailed), row
+    return row.scores

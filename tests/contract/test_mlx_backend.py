@@ -23,6 +23,7 @@ from tests.contract.driver import (
     begin,
     check_batch,
     check_logprobs,
+    check_scores,
     finish,
     prompt,
     restored,
@@ -73,7 +74,9 @@ def test_logits_are_hugging_faces(mlx_model: GetModel, family: str) -> None:
     model = mlx_model(family)
     backend = make_mlx(model)
     tokens = prompt(min(60, backend.spec.max_context))
-    check_logprobs(backend, tokens, library_logprobs(model, tokens), 5e-3)
+    expected = library_logprobs(model, tokens)
+    check_logprobs(backend, tokens, expected, 5e-3)
+    check_scores(backend, tokens, expected, 5e-3)
     backend.shutdown()
 
 

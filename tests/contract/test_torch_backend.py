@@ -15,7 +15,7 @@ from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.ports.backend import ModelBackendPort
-from tests.contract.driver import begin, check_logprobs, prompt, restored, step
+from tests.contract.driver import begin, check_logprobs, check_scores, prompt, restored, step
 from tests.contract.models import (
     FAMILIES,
     SIZES,
@@ -44,7 +44,9 @@ REFERENCES += [(family, "sdpa") for family in FAMILIES if family not in ("gemma2
 @pytest.mark.parametrize("family,implementation", REFERENCES)
 def test_logits_are_the_librarys(tiny_model: GetModel, family: str, implementation: str) -> None:
     tokens, model = prompt(60), tiny_model(family)
-    check_logprobs(_float32(model), tokens, library_logprobs(model, tokens, implementation), 1e-4)
+    backend, expected = _float32(model), library_logprobs(model, tokens, implementation)
+    check_logprobs(backend, tokens, expected, 1e-4)
+    check_scores(backend, tokens, expected, 1e-4)
 
 
 def test_state_in_the_format_a_server_chooses_is_restored_exactly(tiny_model: GetModel) -> None:

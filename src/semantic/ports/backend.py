@@ -55,6 +55,9 @@ class Chunk:
             `LAST_SAMPLED`. The sequence keeps the accepted ones after the step; the first
             rejected one and all after it are dropped.
         masks: `Draw.allowed` after each draft token; an empty tuple allows every token.
+        targets: Tokens to score, not together with a draft: the one at an index follows the
+            chunk's token at that index. Logits take memory, so callers keep such chunks short.
+        num_top: How many of the most likely tokens to report with each target.
     """
 
     seq: SequenceId
@@ -63,6 +66,8 @@ class Chunk:
     draw: Draw | None = None
     draft: tuple[int, ...] = ()
     masks: tuple[bytes | None, ...] = ()
+    targets: tuple[int, ...] = ()
+    num_top: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -92,9 +97,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Result of a chunk without a draw: its KV cache is computed."""
+    """Result of a chunk without a draw: its KV cache is computed.
+
+    Attributes:
+        scores: The chunk's targets with their log-probabilities.
+    """
 
     seq: SequenceId
+    scores: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +113,14 @@ class Sampled:
 
     Attributes:
         accepted: The accepted draft tokens before it, in order.
+        scores: As in `Computed`.
     """
 
     seq: SequenceId
     token: int
     logprob: TokenLogprob | None = None
     accepted: tuple["Sampled", ...] = ()
+    scores: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

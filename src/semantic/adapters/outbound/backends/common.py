@@ -174,7 +174,8 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         """Check a chunk's tokens; `has_sampled`: whether its sequence has a last sampled token.
 
         Raises:
-            InvalidRequestError: there are no tokens, or ids outside the vocabulary.
+            InvalidRequestError: there are no tokens, too many targets, or ids outside the
+                vocabulary.
         """
         if chunk.tokens is LAST_SAMPLED:
             if not has_sampled:
@@ -186,6 +187,9 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         if chunk.draft:
             _check_draft(chunk, self._traits.max_draft)
             _check_ids(chunk.draft, self._spec.vocab_size)
+        if len(chunk.targets) > chunk.num_tokens or (chunk.targets and chunk.draft):
+            raise InvalidRequestError(f"cannot score {len(chunk.targets)} tokens in this chunk")
+        _check_ids(chunk.targets, self._spec.vocab_size)
 
     def _add(self, seq: SequenceId, sequence: SequenceT) -> None:
         if seq in self._sequences:

@@ -24,7 +24,7 @@ from semantic.adapters.outbound.backends.common import (
     make_rows,
     verify,
 )
-from semantic.adapters.outbound.backends.sampler import Logits, sample
+from semantic.adapters.outbound.backends.sampler import Logits, sample, score
 from semantic.domain.chat import JsonObject
 from semantic.domain.errors import CacheCorruptionError, InvalidRequestError, ModelNotFoundError
 from semantic.domain.model_names import KnownModel, Suggestion, suggest
@@ -41,6 +41,7 @@ from semantic.ports.backend import (
     ModelFacts,
     OnProgress,
     Row,
+    Sampled,
     SequenceId,
     Step,
     StepOutput,
@@ -215,14 +216,25 @@ class FakeBackend(EagerBackend[_Sequence]):
     def _run(self, chunk: Chunk) -> Row:
         """Compute on a copy, so that a row that fails changes nothing."""
         sequence = self._sequence_of(chunk).copy()
-        sequence.append(self._tokens_of(chunk, sequence.last_sampled), self._window)
-        row: Row = Computed(chunk.seq)
+        tokens = self._tokens_of(chunk, sequence.last_sampled)
+        scores = self._scores(sequence, chunk, tokens)
+        sequence.append(tokens[len(scores) :], self._window)
+        row: Row = Computed(chunk.seq, scores)
         if chunk.draw is not None:
-            row = self._verified(sequence, chunk)
+            row = replace(self._verified(sequence, chunk), scores=scores)
         self._sequences[chunk.seq] = sequence
         return row
 
-    def _verified(self, sequence: _Sequence, chunk: Chunk) -> Row:
+    def _scores(
+        self, sequence: _Sequence, chunk: Chunk, tokens: Sequence[int]
+    ) -> tuple[TokenLogprob, ...]:
+        rows: list[Logits] = []
+        for token, _ in zip(tokens, chunk.targets, strict=False):
+            sequence.append((token,), self._window)
+            rows.append(self._logits(sequence))
+        return score(np.array(rows), chunk.targets, chunk.num_top)
+
+    def _verified(self, sequence: _Sequence, chunk: Chunk) -> Sampled:
         def draw_at(index: int, draw: Draw) -> tuple[int, TokenLogprob | None]:
             sequence.append(chunk.draft[max(index - 1, 0) : index], self._window)
             return sample(self._logits(sequence), draw, sequence.known, sequence.length)

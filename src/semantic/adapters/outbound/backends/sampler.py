@@ -14,6 +14,7 @@ from semantic.domain.sampling import SamplingParams, TokenLogprob, uniform
 from semantic.ports.backend import Draw
 
 Logits = NDArray[np.float32]
+NOT_FINITE = "the model returned logits that are NaN or infinite"
 
 
 def sample(
@@ -29,8 +30,7 @@ def sample(
     Raises:
         BackendError: the row contains NaN, or the mask allows no token.
     """
-    if not np.isfinite(logits.max()):
-        raise BackendError("the model returned logits that are NaN or infinite")
+    _require_finite(logits)
     position = len(known) if position is None else position
     adjusted = _adjust(logits, draw, known, position)
     if adjusted.max() == -np.inf:
@@ -39,7 +39,25 @@ def sample(
         token = int(adjusted.argmax())
     else:
         token = _pick(adjusted, draw.params, position)
-    return token, _logprob(logits, token, draw.params.top_logprobs)
+    num_top = draw.params.top_logprobs
+    return token, None if num_top is None else _logprob(logits, token, num_top)
+
+
+def score(logits: Logits, targets: Sequence[int], num_top: int) -> tuple[TokenLogprob, ...]:
+    """Return each target's log-probability in its row of logits, with the most likely tokens.
+
+    Raises:
+        BackendError: a row contains NaN.
+    """
+    for row in logits:
+        _require_finite(row)
+    rows = zip(logits, targets, strict=True)
+    return tuple(_logprob(row, target, num_top) for row, target in rows)
+
+
+def _require_finite(logits: Logits) -> None:
+    if not np.isfinite(logits.max()):
+        raise BackendError(NOT_FINITE)
 
 
 def _adjust(logits: Logits, draw: Draw, known: Sequence[int], position: int) -> Logits:
@@ -108,14 +126,23 @@ def _candidates(
     return tokens, weights[tokens]
 
 
-def _logprob(logits: Logits, token: int, num_top: int | None) -> TokenLogprob | None:
-    if num_top is None:
-        return None
+def _logprob(logits: Logits, token: int, num_top: int) -> TokenLogprob:
     wide = logits.astype(np.float64)
     log_total = float(wide.max()) + math.log(np.exp(wide - wide.max()).sum())
-    best: NDArray[np.int64] = np.argsort(-wide, kind="stable")[:num_top]
+    best = _most_likely(wide, num_top)
     return TokenLogprob(
         token,
         float(wide[token]) - log_total,
         tuple((int(i), float(wide[i]) - log_total) for i in best),
     )
+
+
+def _most_likely(logits: NDArray[np.float64], num_top: int) -> NDArray[np.int64]:
+    """Return the tokens with the highest logits, best first; ties go to the lower id."""
+    if not num_top:
+        return np.empty(0, np.int64)
+    num_top = min(num_top, len(logits))
+    # Sorting only the candidates takes a tenth of the time of sorting the whole vocabulary.
+    candidates = np.flatnonzero(logits >= np.partition(logits, -num_top)[-num_top])
+    best: NDArray[np.int64] = candidates[np.argsort(-logits[candidates], kind="stable")[:num_top]]
+    return best

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semantic.adapters.outbound.backends.sampler import Logits, sample
+from semantic.adapters.outbound.backends.sampler import Logits, sample, score
 from semantic.domain.errors import BackendError
 from semantic.domain.sampling import SamplingParams
 from semantic.ports.backend import Draw
@@ -174,6 +174,18 @@ def test_logprobs_are_the_models_own() -> None:
     assert logprob.logprob == pytest.approx(math.log(0.125))
     assert [token for token, _ in logprob.top] == [0, 2, 1]
     assert [math.exp(value) for _, value in logprob.top] == pytest.approx([0.5, 0.25, 0.125])
+
+
+def test_scores_are_log_probabilities_of_the_given_tokens() -> None:
+    rows = np.array([[1, 3, 3, 2], [0, -np.inf, 1, 0]], np.float32)
+    first, second = score(rows, [3, 1], 2)
+    expected = 2 - math.log(math.e + 2 * math.e**3 + math.e**2)
+    assert (first.token, [token for token, _ in first.top]) == (3, [1, 2])
+    assert first.logprob == pytest.approx(expected)
+    assert first.top[0][1] == pytest.approx(expected + 1)
+    assert (second.logprob, [token for token, _ in second.top]) == (-math.inf, [2, 0])
+    with pytest.raises(BackendError, match="NaN"):
+        score(np.array([[1, np.nan]], np.float32), [0], 0)
 
 
 def test_logprobs_as_many_as_asked_for() -> None:

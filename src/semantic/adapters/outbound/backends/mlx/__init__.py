@@ -2,12 +2,12 @@
 
 1. `runtime.py` decides whether MLX is the better choice on this machine and prepares its import;
    `loading.py` loads a model.
-2. `backend.py` checks a step's chunks; `runner.py` builds its computation: prompts one by one
-   through the library's caches, which `caches.py` builds from plain arrays and converts back,
-   then the last tokens of all sequences together.
+2. `backend.py` checks a step's chunks (`rows.py`); `runner.py` builds its computation: prompts one
+   by one through the library's caches, which `caches.py` builds from plain arrays and converts
+   back, then the last tokens of all sequences together.
 3. For these last tokens, `groups.py` keeps sequences of similar length in shared arrays, and
    `decode.py` replaces the library's caches by views over several groups.
-4. `sampling.py` samples on the device where it can, so that a token feeds the next step before
-   the host has seen it.
+4. `sampling.py` samples and scores tokens on the device where it can, so that a token feeds the
+   next step before the host has seen it.
 5. `payloads.py` copies KV cache to the host and back. `cuda/` contains the CUDA-only parts.
 """

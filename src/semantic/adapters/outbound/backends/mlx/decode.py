@@ -248,13 +248,19 @@ def _sizes(given: Sequence[Array]) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class LastToken:
-    """Marks the last real token of the model's input; `num_padding` tokens follow it."""
+    """Marks the last real token of the model's input.
+
+    Attributes:
+        num_padding: Tokens that follow it.
+        num_kept: Tokens up to and including it that the head computes logits for.
+    """
 
     num_padding: int = 0
+    num_kept: int = 1
 
 
 def keep_last_token(model: Any, last: LastToken) -> Callable[..., Array] | None:
-    """Pass only the last token's hidden state from the layers to the head; mutates the model.
+    """Pass only the last tokens' hidden states from the layers to the head; mutates the model.
 
     The library's models compute logits after every token: for a prompt of 512 tokens and a
     vocabulary of 150,000 these take 150 MB, and for small models a large part of the work.
@@ -272,7 +278,7 @@ def keep_last_token(model: Any, last: LastToken) -> Callable[..., Array] | None:
         hidden = kind.__call__(self, *args, **kwargs)
         is_many = isinstance(hidden, mx.array) and hidden.ndim == 3 and hidden.shape[1] > 1
         end = hidden.shape[1] - last.num_padding if is_many else 1
-        return hidden[:, end - 1 : end] if is_many else hidden
+        return hidden[:, end - last.num_kept : end] if is_many else hidden
 
     body.__class__ = type(kind.__name__, (kind,), {"__call__": call})
     return functools.partial(kind.__call__, body)

@@ -9,7 +9,6 @@ import enum
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -33,10 +32,15 @@ from semantic.adapters.outbound.backends.mlx.decode import (
     wrap_attention,
 )
 from semantic.adapters.outbound.backends.mlx.groups import Group, GroupStep, MlxSequence, RowGroups
-from semantic.adapters.outbound.backends.mlx.sampling import PendingToken, draw_rows, input_tokens
+from semantic.adapters.outbound.backends.mlx.rows import PendingRow, tokens_of
+from semantic.adapters.outbound.backends.mlx.sampling import (
+    PendingScores,
+    PendingToken,
+    draw_rows,
+    input_tokens,
+)
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import LayerKind
-from semantic.ports.backend import LAST_SAMPLED, Chunk, Computed, Row, Sampled
 
 Tokens: TypeAlias = tuple[int, ...] | PendingToken
 
@@ -56,49 +60,6 @@ class Batching(enum.Enum):
     GROUPS = "all rows"
     GROUP = "rows of similar length"
     ALONE = "one row"
-
-
-@dataclass(slots=True, eq=False)
-class PendingRow:
-    """A chunk that is being computed.
-
-    Attributes:
-        mark: An output of the row's computation; when it is evaluated, the row is computed.
-    """
-
-    chunk: Chunk
-    sequence: MlxSequence
-    token: PendingToken | None = None
-    mark: Array | None = None
-    draft: tuple[int, ...] = ()
-    later: list[PendingToken] = field(default_factory=list)
-
-    def finish(self) -> Row:
-        if self.token is None:
-            mx.eval(self.mark)  # wait, so that the measured step time is right
-            return Computed(self.chunk.seq)
-        if self.draft:
-            return self._verified(self.token)
-        row = self.token.answer()
-        known, position = self.sequence.known, self.token.position
-        # The next step may have been launched with a placeholder for this token.
-        if isinstance(row, Sampled) and position < len(known) and known[position] < 0:
-            known[position] = row.token
-        return row
-
-    def _verified(self, token: PendingToken) -> Row:
-        sequence, accepted = self.sequence, []
-        row = token.answer()
-        for draft_token, following in zip(self.draft, self.later, strict=True):
-            if not isinstance(row, Sampled) or row.token != draft_token:
-                break
-            accepted.append(row)
-            token, row = following, following.answer()
-        del sequence.known[token.position :]
-        if isinstance(row, Sampled):
-            sequence.length, sequence.last_token = token.position, token
-            row = replace(row, accepted=tuple(accepted))
-        return row
 
 
 class MlxRunner:
@@ -158,16 +119,21 @@ class MlxRunner:
                     for place, draw in enumerate(chunk.draws[: 1 + len(row.draft)])
                 )
             by_sequence[sequence] = row
-            tokens = _tokens_of(row)
-            most = self._max_short if sequence.length else 0
+            tokens = tokens_of(row)
+            most = self._max_short if sequence.length and not chunk.targets else 0
             if isinstance(tokens, PendingToken) or len(tokens) <= most:
                 last[sequence] = tokens
                 continue
-            logits = self.extend(sequence, mx.array(tokens, mx.int32))
+            num_kept = len(tokens) if chunk.targets else 1
+            logits = self.extend(sequence, mx.array(tokens, mx.int32), num_kept)
+            if chunk.targets:
+                scored = logits[: len(chunk.targets)]
+                row.scores = PendingScores(scored, chunk.targets, chunk.num_top)
+                outputs += row.scores.outputs
             arrays = [array for part in sequence.group_row()[0].arrays for array in part]
             outputs += arrays
             if row.token is not None:
-                outputs += draw_rows(logits, [row.token])
+                outputs += draw_rows(logits[-1:], [row.token])
             else:
                 row.mark = mx.contiguous(arrays[-1].reshape(-1)[:1])
                 outputs.append(row.mark)
@@ -211,9 +177,10 @@ class MlxRunner:
                 drawn.append(row.later[draft_number - 1] if draft_number else row.token)
         return [*_draw(logits, drawn), logits]  # also computes the rows that sample no token
 
-    def extend(self, sequence: MlxSequence, tokens: Array) -> Array:
-        """Compute tokens of one sequence; returns the logits after the last one, lazily."""
-        return self._through(self._model, sequence, tokens)[:, -1]
+    def extend(self, sequence: MlxSequence, tokens: Array, num_kept: int = 1) -> Array:
+        """Compute tokens of one sequence; returns the logits after the last ones, lazily."""
+        self._last.num_kept = num_kept
+        return self._through(self._model, sequence, tokens)[0, -num_kept:]
 
     def hidden(self, sequence: MlxSequence, tokens: Array) -> Array:
         """Compute tokens of one sequence; returns the last hidden state of each, lazily.
@@ -417,20 +384,6 @@ def _padded(num_rows: int) -> int:
     """Round up the rows of a step with draft tokens, so that few sizes occur."""
     size = _PADDED_ROWS if num_rows <= MAX_ROWS else MAX_ROWS
     return -(-num_rows // size) * size
-
-
-def _tokens_of(row: PendingRow) -> tuple[int, ...] | PendingToken:
-    """Return a chunk's tokens, and record them in its sequence."""
-    chunk, sequence = row.chunk, row.sequence
-    if chunk.tokens is LAST_SAMPLED:
-        drawn = sequence.last_token
-        if drawn is None:
-            raise ValueError("the sequence has no last sampled token")
-        sequence.known[chunk.start : chunk.start + 1] = [drawn.token_if_known()]
-        return drawn
-    tokens = (*chunk.tokens, *row.draft)
-    sequence.known[chunk.start : chunk.start + len(tokens)] = tokens
-    return chunk.tokens
 
 
 def _count(tokens: Tokens) -> int:

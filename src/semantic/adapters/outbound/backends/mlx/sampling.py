@@ -1,4 +1,4 @@
-"""Samples tokens on the device, and waits for pending ones.
+"""Samples and scores tokens on the device, and waits for pending ones.
 
 Greedy rows and rows with a plain temperature are sampled on the device, so that the next step can
 be launched before their tokens are known. All others are sampled on the host from their logits.
@@ -11,14 +11,13 @@ import mlx.core as mx
 import numpy as np
 
 from semantic.adapters.outbound.backends.mlx.caches import Array
-from semantic.adapters.outbound.backends.sampler import sample
+from semantic.adapters.outbound.backends.sampler import NOT_FINITE, sample
 from semantic.domain.errors import BackendError, InvalidRequestError
-from semantic.domain.sampling import SamplingParams, uniform
+from semantic.domain.sampling import SamplingParams, TokenLogprob, uniform
 from semantic.ports.backend import Draw, RowFailed, Sampled, SequenceId
 
 _ALMOST_ONE = 1 - 2**-24  # the largest float32 below 1
 _COLDEST = 1e-30  # lower temperatures are zero in float32
-_NOT_FINITE = "the model returned logits that are NaN or infinite"
 
 
 class DeviceTokens:
@@ -77,13 +76,46 @@ class PendingToken:
     def _wait(self) -> Sampled | RowFailed:
         if self.device is not None:
             token = self.device.value(self.index)
-            return Sampled(self.seq, token) if token >= 0 else RowFailed(self.seq, _NOT_FINITE)
+            return Sampled(self.seq, token) if token >= 0 else RowFailed(self.seq, NOT_FINITE)
         logits = np.array(self.logits, np.float32)
         try:
             token, logprob = sample(logits, self.draw, self.known, self.position)
         except BackendError as error:
             return RowFailed(self.seq, error.message)
         return Sampled(self.seq, token, logprob)
+
+
+class PendingScores:
+    """Log-probabilities of given tokens, which the device may still compute.
+
+    Attributes:
+        outputs: The arrays to evaluate.
+    """
+
+    def __init__(self, logits: Array, targets: Sequence[int], num_top: int) -> None:
+        """Score one target in each row of logits ``[targets, vocabulary]``."""
+        self._targets = targets
+        logprobs = logits.astype(mx.float32)
+        logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
+        chosen = mx.take_along_axis(logprobs, mx.array(targets, mx.int32)[:, None], axis=-1)
+        is_finite = mx.isfinite(mx.max(logprobs, axis=-1))
+        num_top = min(num_top, logprobs.shape[-1])
+        ids = mx.zeros((len(targets), 0), mx.int32)
+        if num_top:
+            ids = mx.argpartition(-logprobs, kth=num_top - 1, axis=-1)[:, :num_top]
+        values = mx.take_along_axis(logprobs, ids, axis=-1)
+        self.outputs = [chosen[:, 0], is_finite, ids, values]
+
+    def answer(self) -> tuple[TokenLogprob, ...] | None:
+        """Wait for the scores; None if logits are NaN or infinite."""
+        chosen, is_finite, ids, values = (array.tolist() for array in self.outputs)
+        if not all(is_finite):
+            return None
+        tops = (
+            tuple(sorted(zip(row_ids, row, strict=True), key=lambda top: (-top[1], top[0])))
+            for row_ids, row in zip(ids, values, strict=True)
+        )
+        return tuple(map(TokenLogprob, self._targets, chosen, tops))
 
 
 def is_drawn_on_device(draw: Draw) -> bool:

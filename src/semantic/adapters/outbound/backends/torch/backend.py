@@ -9,6 +9,7 @@ only.
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,7 +27,7 @@ from semantic.adapters.outbound.backends.common import (
     verify,
 )
 from semantic.adapters.outbound.backends.pinned import shared_memory
-from semantic.adapters.outbound.backends.sampler import Logits, sample
+from semantic.adapters.outbound.backends.sampler import NOT_FINITE, Logits, sample
 from semantic.adapters.outbound.backends.torch import loading as torch_loading
 from semantic.adapters.outbound.backends.torch.attention import ChunkSpan, TorchSequence
 from semantic.adapters.outbound.backends.torch.copies import DeviceCopies
@@ -34,6 +35,7 @@ from semantic.adapters.outbound.backends.torch.decoding import Decoder
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.backends.torch.threads import ThreadCount
 from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
+from semantic.domain.sampling import TokenLogprob
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
     Chunk,
@@ -138,8 +140,9 @@ class TorchBackend(EagerBackend[TorchSequence]):
         rows: list[Row] = []
         for entry in plan:
             if isinstance(entry, ChunkSpan):
-                rows.append(_finish(entry, logits))
-                logits = logits[1 + len(entry.chunk.draft) :]
+                num_rows = _num_logits(entry.chunk)
+                rows.append(_finish(entry, logits[:num_rows]))
+                logits = logits[num_rows:]
             else:
                 rows.append(entry)
         return StepTicket(StepOutput(tuple(rows)))
@@ -218,14 +221,14 @@ class TorchBackend(EagerBackend[TorchSequence]):
         """Run the model over the packed row; returns the logits after each span.
 
         A span with draft tokens has several rows of logits: one before each draft token, and the
-        last.
+        last. A span with targets has a row for each token.
         """
         if not spans:
             return np.empty((0, 0), np.float32)
         last = [
             place
             for span in spans
-            for place in range(span.place.stop - 1 - len(span.chunk.draft), span.place.stop)
+            for place in range(span.place.stop - _num_logits(span.chunk), span.place.stop)
         ]
         forward = self._forward_by_library if self._decoder is None else self._decoder.step
         return forward(spans, last)
@@ -410,21 +413,44 @@ def _host_buffer(name: str, tensor: torch.Tensor) -> HostBuffer:
     return HostBuffer(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), data)
 
 
+def _num_logits(chunk: Chunk) -> int:
+    return chunk.num_tokens if chunk.targets else 1 + len(chunk.draft)
+
+
+def _scores(logits: Logits, chunk: Chunk) -> tuple[TokenLogprob, ...]:
+    """Score a chunk's targets; PyTorch's threads take the rows of large vocabularies."""
+    if not chunk.targets:
+        return ()
+    logprobs = torch.from_numpy(logits[: len(chunk.targets)]).log_softmax(dim=-1)
+    if not logprobs.amax(dim=-1).isfinite().all():
+        raise BackendError(NOT_FINITE)
+    chosen = logprobs.gather(1, torch.tensor(chunk.targets)[:, None])[:, 0]
+    values, ids = logprobs.topk(min(chunk.num_top, logprobs.shape[1]))
+    pairs = zip(ids.tolist(), values.tolist(), strict=True)
+    tops = (tuple(zip(*pair, strict=True)) for pair in pairs)
+    return tuple(map(TokenLogprob, chunk.targets, chosen.tolist(), tops))
+
+
 def _finish(span: ChunkSpan, logits: Logits) -> Row:
     """Sample if requested, then add the chunk to the sequence; a row that fails changes nothing.
 
     Keys and values of rejected draft tokens remain in the buffers after the sequence's end.
     """
     chunk, sequence = span.chunk, span.sequence
-    row: Row = Computed(chunk.seq)
+    try:
+        scores = _scores(logits, chunk)
+    except BackendError as error:
+        return RowFailed(chunk.seq, error.message)
+    row: Row = Computed(chunk.seq, scores)
     token, num_wrong = None, 0
     known, start = sequence.known, sequence.length
     replaced = known[start : span.end]
     known[start : span.end] = span.tokens
     if chunk.draw is not None:
-        first = span.end - len(chunk.draft)
+        first, drawn = span.end - len(chunk.draft), logits[-1 - len(chunk.draft) :]
         try:
-            row = verify(chunk, lambda i, draw: sample(logits[i], draw, known, first + i))
+            row = verify(chunk, lambda i, draw: sample(drawn[i], draw, known, first + i))
+            row = replace(row, scores=scores)
         except BackendError as error:
             known[start : span.end] = replaced
             return RowFailed(chunk.seq, error.message)

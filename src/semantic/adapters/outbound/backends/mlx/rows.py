@@ -1,0 +1,77 @@
+"""Rows of a step that are being computed: a chunk, its tokens, and what it samples and scores."""
+
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+
+from semantic.adapters.outbound.backends.mlx.caches import Array
+from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
+from semantic.adapters.outbound.backends.mlx.sampling import PendingScores, PendingToken
+from semantic.adapters.outbound.backends.sampler import NOT_FINITE
+from semantic.ports.backend import LAST_SAMPLED, Chunk, Computed, Row, RowFailed, Sampled
+
+
+@dataclass(slots=True, eq=False)
+class PendingRow:
+    """A chunk that is being computed.
+
+    Attributes:
+        mark: An output of the row's computation; when it is evaluated, the row is computed.
+        scores: The log-probabilities of the chunk's targets; None if it has none.
+    """
+
+    chunk: Chunk
+    sequence: MlxSequence
+    token: PendingToken | None = None
+    mark: Array | None = None
+    draft: tuple[int, ...] = ()
+    later: list[PendingToken] = field(default_factory=list)
+    scores: PendingScores | None = None
+
+    def finish(self) -> Row:
+        row = self._finish()
+        if self.scores is None or isinstance(row, RowFailed):
+            return row
+        scores = self.scores.answer()
+        return RowFailed(row.seq, NOT_FINITE) if scores is None else replace(row, scores=scores)
+
+    def _finish(self) -> Row:
+        if self.token is None:
+            mx.eval(self.mark)  # wait, so that the measured step time is right
+            return Computed(self.chunk.seq)
+        if self.draft:
+            return self._verified(self.token)
+        row = self.token.answer()
+        known, position = self.sequence.known, self.token.position
+        # The next step may have been launched with a placeholder for this token.
+        if isinstance(row, Sampled) and position < len(known) and known[position] < 0:
+            known[position] = row.token
+        return row
+
+    def _verified(self, token: PendingToken) -> Row:
+        sequence, accepted = self.sequence, []
+        row = token.answer()
+        for draft_token, following in zip(self.draft, self.later, strict=True):
+            if not isinstance(row, Sampled) or row.token != draft_token:
+                break
+            accepted.append(row)
+            token, row = following, following.answer()
+        del sequence.known[token.position :]
+        if isinstance(row, Sampled):
+            sequence.length, sequence.last_token = token.position, token
+            row = replace(row, accepted=tuple(accepted))
+        return row
+
+
+def tokens_of(row: PendingRow) -> tuple[int, ...] | PendingToken:
+    """Return a chunk's tokens, and record them in its sequence."""
+    chunk, sequence = row.chunk, row.sequence
+    if chunk.tokens is LAST_SAMPLED:
+        drawn = sequence.last_token
+        if drawn is None:
+            raise ValueError("the sequence has no last sampled token")
+        sequence.known[chunk.start : chunk.start + 1] = [drawn.token_if_known()]
+        return drawn
+    tokens = (*chunk.tokens, *row.draft)
+    sequence.known[chunk.start : chunk.start + len(tokens)] = tokens
+    return chunk.tokens
