@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.sampling import SamplingParams, StopRules
+from semantic.domain.sampling import MAX_REPLY_TOKENS, SamplingParams, StopRules
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 JsonObject: TypeAlias = dict[str, "JsonValue"]
@@ -323,10 +323,12 @@ class RawPrompt:
 
     Attributes:
         suffix: If not empty, the reply is the text between the content, as plain text, and this.
+        is_scored: Whether to report the log-probabilities of its tokens.
     """
 
     content: str | tuple[int, ...]
     suffix: str = ""
+    is_scored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +369,10 @@ class ChatRequest:
         if not self.messages and self.raw_prompt is None:
             raise InvalidRequestError(
                 "messages must contain at least one message.", param="messages"
+            )
+        if self.stop.max_tokens == 0 and self.raw_prompt is None:
+            raise InvalidRequestError(
+                f"max_tokens must be between 1 and {MAX_REPLY_TOKENS}, got 0.", param="max_tokens"
             )
         if self.is_continued and not is_continuable(self.messages):
             raise InvalidRequestError(

@@ -81,6 +81,19 @@ class ScoredToken:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScored:
+    """The prompt's tokens, if their log-probabilities were requested; precedes the text.
+
+    Attributes:
+        first: Text of the first token, which has no log-probability.
+        rest: The other tokens.
+    """
+
+    first: bytes
+    rest: tuple[ScoredToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
     """More text of the answer, with the tokens it completes if log-probabilities were requested."""
 
@@ -153,6 +166,7 @@ Event: TypeAlias = (
     Started
     | PrefillProgress
     | ModelProgress
+    | PromptScored
     | TextDelta
     | ThinkingDelta
     | ThinkingEnded

@@ -121,7 +121,8 @@ class SamplingDefaults:
     def __post_init__(self) -> None:
         # Validate with the same ranges as requests.
         SamplingParams(unset=UNSET_SAMPLING).with_defaults(self)
-        StopRules(max_tokens=self.max_tokens)
+        if self.max_tokens is not None:
+            _require(self.max_tokens, 1, MAX_REPLY_TOKENS, "max_tokens")
 
 
 # Fields left to the model by a request without sampling parameters.
@@ -142,7 +143,8 @@ class StopRules:
     """Conditions that end a reply.
 
     Attributes:
-        max_tokens: Maximum number of tokens, reduced to what fits; None means the server's default.
+        max_tokens: Maximum number of tokens, reduced to what fits; None means the server's default,
+            and 0 computes only the prompt.
         strings: Texts that end the reply and are not part of it.
         token_ids: Tokens that end the reply, in addition to the model's end tokens.
         ignore_eos: Continue past the model's end tokens.
@@ -155,7 +157,7 @@ class StopRules:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _require(self.max_tokens, 1, MAX_REPLY_TOKENS, "max_tokens")
+            _require(self.max_tokens, 0, MAX_REPLY_TOKENS, "max_tokens")
         if len(self.strings) > MAX_STOP_STRINGS:
             raise InvalidRequestError(
                 f"at most {MAX_STOP_STRINGS} stop strings are allowed.", param="stop"

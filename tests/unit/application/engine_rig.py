@@ -1,7 +1,7 @@
 """An engine on the fake backend with a clock of its own, for tests of what comes out."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Generic, Literal, TypeAlias, TypedDict, TypeVar, Unpack
 
@@ -220,6 +220,8 @@ class JobOptions(TypedDict, total=False):
     boundaries: tuple[int, ...]
     weight: float
     deadline: float | None
+    spelled: Mapping[int, bytes] | None
+    is_prompt_scored: bool
 
 
 def make_job(name: str, prompt: str = "hello", **options: Unpack[JobOptions]) -> Job:

@@ -104,7 +104,6 @@ def test_penalties_make_a_choice_depend_on_the_past(params: SamplingParams, expe
 @pytest.mark.parametrize(
     "max_tokens, strings, param",
     [
-        (0, (), "max_tokens"),
         (-1, (), "max_tokens"),
         (MAX_REPLY_TOKENS + 1, (), "max_tokens"),
         (10**18, (), "max_tokens"),

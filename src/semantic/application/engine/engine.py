@@ -111,13 +111,15 @@ class BlockPoolBatchEngine:
         if isinstance(job, EmbeddingJob):
             self._embeddings.jobs.append(job)
             return
-        assembler = TextAssembler(self._tokenizer.token_bytes, job.stop.strings, job.visible)
+        token_bytes = self._tokenizer.token_bytes
+        assembler = TextAssembler(token_bytes, job.stop.strings, job.visible, job.spelled)
         block_tokens = self._backend.spec.block_tokens
         generation = Generation(job, next(self._orders), assembler, self._clock(), block_tokens)
         self._generations[job.id] = generation
         self._scheduler.enqueue(generation)
-        if len(job.tokens) >= self.longest_sequence:
-            most = max(self.longest_sequence - 1, 0)
+        room = min(job.max_tokens, 1)
+        if len(job.tokens) + room > self.longest_sequence:
+            most = max(self.longest_sequence - room, 0)
             what = f"a prompt of {len(job.tokens)} tokens does not fit this server's memory"
             self._fail(generation, PoolExhaustedError(f"{what}; the limit is {most} tokens."))
             return
@@ -309,8 +311,11 @@ class BlockPoolBatchEngine:
             return
         progress.count_computed(end)
         self._sharing.seal(generation)
+        self._queue_event(generation, generation.take_scores(chunk, row))
         if isinstance(row, Computed):
             self._queue_event(generation, generation.report_progress())
+            if generation.is_prompt_done:
+                self._finish(generation, FinishReason.MAX_TOKENS)
         else:
             self._accept_all(generation, row)
 

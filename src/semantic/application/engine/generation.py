@@ -10,9 +10,16 @@ from semantic.application.parsing import TextAssembler
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockName, PartKey, block_end, common_prefix
 from semantic.domain.chat import ServiceClass
-from semantic.domain.events import Failed, Finished, PrefillProgress, TextDelta, Usage
-from semantic.domain.sampling import FinishReason
-from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, Sampled, SequenceId
+from semantic.domain.events import (
+    Failed,
+    Finished,
+    PrefillProgress,
+    PromptScored,
+    TextDelta,
+    Usage,
+)
+from semantic.domain.sampling import FinishReason, TokenLogprob
+from semantic.ports.backend import LAST_SAMPLED, Chunk, Computed, Draw, Sampled, SequenceId
 from semantic.ports.text import TokenConstraint
 
 
@@ -119,7 +126,7 @@ class PrefixReuse:
     """The prefix of one request whose state is reused instead of computed.
 
     Attributes:
-        plan: Restorable prefix; valid for the store version and sequence length in `plan_basis`.
+        plan: Restorable prefix; valid for the store version and number of tokens in `plan_basis`.
         prefetched_parts: Parts prefetched for this request while it waited.
         restore: Loads the prefix; the sequence cannot run until it is done.
     """
@@ -179,6 +186,7 @@ class Generation:
         seq: The backend's id while the sequence is open there; a new one each time.
         tokens: Prompt and reply, as far as the host knows them.
         constraint: The job's constraint, advanced to the end of the reply so far.
+        scores: Log-probabilities of the prompt's tokens from the second one on, if requested.
     """
 
     job: Job
@@ -194,8 +202,10 @@ class Generation:
     sealing: Sealing = field(init=False)
     prefix: PrefixReuse = field(default_factory=PrefixReuse)
     drafting: Drafting = field(default_factory=Drafting)
+    scores: list[TokenLogprob] = field(default_factory=list)
     final: Finished | Failed | None = None
     _is_ended: bool = False
+    _is_prompt_reported: bool = False
 
     def __post_init__(self, block_tokens: int) -> None:
         self.tokens = list(self.job.tokens)
@@ -227,20 +237,30 @@ class Generation:
 
     @property
     def is_last_draw_launched(self) -> bool:
-        return self.num_generated + self.progress.num_draws >= self.job.max_tokens
+        return 0 < self.job.max_tokens <= self.num_generated + self.progress.num_draws
+
+    @property
+    def needs_scores(self) -> bool:
+        return self.job.is_prompt_scored and len(self.scores) < self.num_prompt - 1
+
+    @property
+    def num_reusable(self) -> int:
+        """Tokens, from the first, whose state need not be computed.
+
+        The last token must be, to sample the next one; so must tokens before one without a score,
+        because blocks hold no logits.
+        """
+        return len(self.scores) if self.needs_scores else len(self.tokens) - 1
 
     def is_late(self, now: float) -> bool:
         deadline = self.job.deadline
         return deadline is not None and now >= deadline and not self.is_done
 
     def num_shared(self, root: BlockName, tokens: Sequence[int]) -> int:
-        """Tokens of another sequence's state that this one can reuse; 0 across tenants.
-
-        The last token is never shared: it must be computed to sample the next one.
-        """
+        """Tokens of another sequence's state that this one can reuse; 0 across tenants."""
         if root != self.job.root:
             return 0
-        return min(common_prefix(tokens, self.tokens), len(self.tokens) - 1)
+        return min(common_prefix(tokens, self.tokens), self.num_reusable)
 
     # -- position -------------------------------------------------------------------------------
 
@@ -262,14 +282,18 @@ class Generation:
         start = self.progress.num_launched
         end = start + num_tokens
         draw = None
-        if end == len(self.tokens) + self.progress.num_draws:
+        if self.job.max_tokens and end == len(self.tokens) + self.progress.num_draws:
             allowed = self.constraint.allowed() if self.constraint else None
             draw = Draw(self.job.sampling, self.num_prompt, allowed)
         if start >= len(self.tokens):
             return Chunk(self.seq, start, LAST_SAMPLED, draw)
         self.drafting.latest = draft
         known = tuple(self.tokens[start:end])
-        return Chunk(self.seq, start, known, draw, draft.tokens, draft.masks)
+        if not self.needs_scores:
+            return Chunk(self.seq, start, known, draw, draft.tokens, draft.masks)
+        targets = tuple(self.tokens[start + 1 : min(end + 1, self.num_prompt)])
+        num_top = self.job.sampling.top_logprobs or 0
+        return Chunk(self.seq, start, known, draw, targets=targets, num_top=num_top)
 
     def count_launched(self, chunk: Chunk) -> None:
         self.progress.count_launched(chunk)
@@ -289,7 +313,20 @@ class Generation:
         elif self.constraint is not None:
             self.constraint.accept(drawn.token)
         self._is_ended = self.job.stop.is_end(drawn.token, eos_ids)
-        return None if self._is_ended else self.assembler.feed(drawn.token, drawn.logprob)
+        if self._is_ended:
+            self.assembler.end(drawn.logprob)
+            return None
+        return self.assembler.feed(drawn.token, drawn.logprob)
+
+    def take_scores(self, chunk: Chunk, row: Computed | Sampled) -> PromptScored | None:
+        """Add the scores of a chunk; returns those of the whole prompt once they are complete."""
+        if not self.job.is_prompt_scored or self._is_prompt_reported:
+            return None
+        self.scores[chunk.start :] = row.scores
+        self._is_prompt_reported = not self.needs_scores
+        if not self._is_prompt_reported:
+            return None
+        return self.assembler.prompt_scored(self.tokens[0], self.scores)
 
     def finish_reason(self, max_context: int) -> FinishReason | None:
         if self._is_ended:
@@ -299,6 +336,11 @@ class Generation:
         if len(self.tokens) >= max_context:
             return FinishReason.CONTEXT_FULL
         return FinishReason.MAX_TOKENS if self.num_generated >= self.job.max_tokens else None
+
+    @property
+    def is_prompt_done(self) -> bool:
+        """Whether the prompt is computed and the request wants no reply."""
+        return not self.job.max_tokens and not self.is_prefilling
 
     # -- events ---------------------------------------------------------------------------------
 

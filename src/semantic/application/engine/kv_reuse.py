@@ -217,11 +217,10 @@ class PrefixSharing:
         Each call decides again which parts are faster to read than to compute, since disk speed
         varies; parts already prefetched for this request stay in the plan.
         """
-        root, basis = generation.job.root, (self._store.version, len(generation.tokens))
+        root, basis = generation.job.root, (self._store.version, generation.num_reusable)
         prefix = generation.prefix
         if prefix.plan is None or prefix.plan_basis != basis:
-            # The last token is always computed, to sample the next one.
-            prefix.plan = self._store.plan(root, generation.tokens[:-1])
+            prefix.plan = self._store.plan(root, generation.tokens[: generation.num_reusable])
             prefix.plan_basis = basis
         cost, begun = self._budget.seconds_per_token, prefix.prefetched_parts
         return worth_reading(

@@ -33,13 +33,18 @@ class Job:
         root: Root of the tenant's block names; only sequences with the same root share state.
         boundaries: Prompt positions where blocks end, so that later requests can resume there.
         sampling: Sampling parameters, with the seed set.
-        max_tokens: The most tokens to generate; prompt and reply together fit the context.
+        max_tokens: The most tokens to generate; prompt and reply together fit the context. 0 only
+            computes the prompt.
         deadline: Time on the engine's clock after which the request fails; None for no deadline.
         constraint: Restricts the tokens of the reply; the engine advances it.
         visible: Special tokens that count as text; see `ReplyFormat.visible_ids`.
         max_kept: The most tokens of the conversation to seal; None for no limit.
         prediction: Token ids that the client expects as the reply; a source of draft tokens.
         past: The tenant's conversations from before the model was loaded; a source of draft tokens.
+        spelled: Text of special tokens in log-probabilities, which then also list the end token;
+            None leaves special tokens without text.
+        is_prompt_scored: Whether to score the prompt's tokens, with `sampling.top_logprobs`
+            alternatives each.
     """
 
     id: str
@@ -58,6 +63,8 @@ class Job:
     max_kept: int | None = None
     prediction: tuple[int, ...] = ()
     past: tuple[tuple[int, ...], ...] = ()
+    spelled: Mapping[int, bytes] | None = None
+    is_prompt_scored: bool = False
     trace: RequestTrace = field(default_factory=RequestTrace, compare=False)
 
 

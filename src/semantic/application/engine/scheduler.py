@@ -96,6 +96,7 @@ class ConcurrentScheduler:
 
     BREAK_SHARE = 1 / 12  # length of the break, as a share of the step with the long prompt
     SHORT_SHARE = 4  # a prompt is short if it fits a step's token budget this many times
+    SCORED_TOKENS = 256  # tokens per step whose logits are all computed, to bound their memory
     PLAIN_TOKENS = 3  # first tokens of a reply without drafts, to measure steps without them
 
     def __init__(self, limits: EngineLimits, *, window: int = 0, has_state: bool = False) -> None:
@@ -188,16 +189,21 @@ class ConcurrentScheduler:
             self._break_ms -= expected_ms or self._break_ms  # an unknown duration ends the break
 
     def _prompts(self, ordered: Sequence[Generation], budget: int) -> Iterator[Portion]:
-        whole = budget
+        whole, to_score = budget, self.SCORED_TOKENS
         for generation in ordered:
             if budget <= 0:
                 break
             left = self._distance_to_cut(generation)
+            if generation.needs_scores:
+                left = min(left, to_score)
+            if not left:
+                continue
             num_tokens = self.budget.chunk(generation.progress.num_launched, budget, left)
             if num_tokens < left and budget < whole / 2:
                 continue  # too small a chunk to help this prompt; the next step offers a larger one
             yield Portion(generation, num_tokens)
             budget -= num_tokens
+            to_score -= num_tokens if generation.needs_scores else 0
 
     def wants_tokens(self) -> bool:
         """Whether to collect sampled tokens before the next step, so that drafts can follow."""

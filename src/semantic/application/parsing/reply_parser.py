@@ -23,6 +23,7 @@ from semantic.domain.events import (
     Event,
     Failed,
     Finished,
+    PromptScored,
     ScoredToken,
     TextDelta,
     ThinkingDelta,
@@ -41,7 +42,8 @@ class TextAssembler:
     Works on bytes: it holds back a character that is split over tokens until it is complete, and
     loses no spaces. The joined pieces equal the decoding of all tokens, without the stop string.
 
-    Special tokens produce no text, except the `visible` ones, which the reply's parser needs.
+    Special tokens produce no text, except the `visible` ones, which the reply's parser needs. In
+    log-probabilities they have their `spelled` text, if it is given.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class TextAssembler:
         token_bytes: Callable[[int], bytes],
         stops: Sequence[str] = (),
         visible: Mapping[int, bytes] | None = None,
+        spelled: Mapping[int, bytes] | None = None,
     ) -> None:
         self._plain_bytes = token_bytes
+        self._spelled = spelled
         self._visible = visible or {}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = StopMatcher(stops)
@@ -67,15 +71,24 @@ class TextAssembler:
             self._logprobs.append(self._scored(logprob))
         return self._delta(self._matcher.feed(self._decoder.decode(self._token_bytes(token))))
 
+    def end(self, logprob: TokenLogprob | None) -> None:
+        """Add the token that ended the reply, which has no text."""
+        if logprob is not None and self._spelled is not None:
+            self._logprobs.append(self._scored(logprob))
+
+    def prompt_scored(self, first: int, rest: Sequence[TokenLogprob]) -> PromptScored:
+        return PromptScored(self._spelling(first), tuple(map(self._scored, rest)))
+
     def finish(self) -> TextDelta | None:
         """Return the text held back so far; call it after the last token."""
         if self.stop is not None:
             return None
         text = self._matcher.feed(self._decoder.decode(b"", final=True))
-        return self._delta(text + self._matcher.flush())
+        has_scores = self._spelled is not None and bool(self._logprobs)
+        return self._delta(text + self._matcher.flush(), may_be_empty=has_scores)
 
-    def _delta(self, text: str) -> TextDelta | None:
-        if not text:
+    def _delta(self, text: str, *, may_be_empty: bool = False) -> TextDelta | None:
+        if not text and not may_be_empty:
             return None
         logprobs, self._logprobs = tuple(self._logprobs), []
         return TextDelta(text, logprobs)
@@ -84,8 +97,11 @@ class TextAssembler:
         return self._visible.get(token) or self._plain_bytes(token)
 
     def _scored(self, logprob: TokenLogprob) -> ScoredToken:
-        top = tuple((self._token_bytes(token), value) for token, value in logprob.top)
-        return ScoredToken(self._token_bytes(logprob.token), logprob.logprob, top)
+        top = tuple((self._spelling(token), value) for token, value in logprob.top)
+        return ScoredToken(self._spelling(logprob.token), logprob.logprob, top)
+
+    def _spelling(self, token: int) -> bytes:
+        return (self._spelled or {}).get(token) or self._token_bytes(token)
 
 
 def _random_id() -> str:

@@ -43,6 +43,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 NUM_THREADS = 8
+_MAX_SCORES = 1_000_000  # log-probabilities of a prompt's tokens and of their alternatives
 _TAIL_TOKENS = 32  # enough to contain a thinking marker at the end of a prompt
 
 
@@ -132,6 +133,8 @@ class Preparation:
             max_kept=max_kept,
             prediction=_predicted(request, model),
             past=self._past.of(principal.tenant, root, model),
+            spelled=_spelled(request, model),
+            is_prompt_scored=request.raw_prompt is not None and request.raw_prompt.is_scored,
         )
         return PreparedRequest(
             request,
@@ -161,7 +164,7 @@ class Preparation:
         self, request: ChatRequest, model: LoadedModel, replays: TenantReplays
     ) -> tuple[Prompt, date | None]:
         if request.raw_prompt is not None:
-            return Prompt(_raw_tokens(request.raw_prompt, model)), None
+            return Prompt(_raw_tokens(request, request.raw_prompt, model)), None
         if not request.is_continued:
             return self._render_chat(request, model, replays)
         beginning = request.beginning
@@ -217,13 +220,15 @@ class Preparation:
                 param="messages",
             )
         going_on, room = request.agent.continuation, limit - num_prompt
-        if room < (going_on.min_room if going_on else 1):
+        min_room = 0 if request.stop.max_tokens == 0 else 1
+        if room < (going_on.min_room if going_on else min_room):
             raise ContextLengthError(
                 num_prompt=num_prompt, limit=limit, limited_by=limited_by, param="messages"
             )
         # Clients often request more than the context allows, so the value is cut, not refused.
         default = self._device.limits.default_max_tokens or model.defaults.max_tokens
-        return min(request.stop.max_tokens or default or DEFAULT_REPLY_TOKENS, room)
+        wanted = request.stop.max_tokens
+        return min(default or DEFAULT_REPLY_TOKENS if wanted is None else wanted, room)
 
 
 class PastConversations:
@@ -331,7 +336,14 @@ def _predicted(request: ChatRequest, model: LoadedModel) -> tuple[int, ...]:
     return tuple(model.tokenizer.encode_plain(request.prediction)) if request.prediction else ()
 
 
-def _raw_tokens(prompt: RawPrompt, model: LoadedModel) -> tuple[int, ...]:
+def _spelled(request: ChatRequest, model: LoadedModel) -> Mapping[int, bytes] | None:
+    """Return the text of special tokens in log-probabilities; None unless they need it."""
+    if request.raw_prompt is None or request.sampling.top_logprobs is None:
+        return None
+    return {token.id: token.text.encode() for token in model.tokenizer.special_tokens}
+
+
+def _raw_tokens(request: ChatRequest, prompt: RawPrompt, model: LoadedModel) -> tuple[int, ...]:
     content = prompt.content
     if isinstance(content, str) and prompt.suffix:
         return fill_in_tokens(content, prompt.suffix, model.tokenizer)
@@ -343,6 +355,13 @@ def _raw_tokens(prompt: RawPrompt, model: LoadedModel) -> tuple[int, ...]:
     size = model.tokenizer.vocab_size
     if min(content) < 0 or max(content) >= size:
         raise InvalidRequestError(f"a token id is not in [0, {size}).", param="prompt")
+    num_scores = len(content) * (1 + (request.sampling.top_logprobs or 0))
+    if prompt.is_scored and num_scores > _MAX_SCORES:
+        raise InvalidRequestError(
+            f"a prompt of {len(content)} tokens has {num_scores} log-probabilities, more than "
+            f"{_MAX_SCORES}; send a shorter prompt or ask for fewer.",
+            param="logprobs",
+        )
     return content
 
 

@@ -5,7 +5,7 @@ A `ReplyForm` formats the choices of one protocol; `collect` and `stream` do the
 
 import codecs
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NotRequired, Protocol
 
@@ -23,6 +23,7 @@ from semantic.domain.events import (
     Event,
     Failed,
     Finished,
+    PromptScored,
     ScoredToken,
     Started,
     TextDelta,
@@ -111,8 +112,8 @@ class _ChatChoice(TypedDict):
 
 class _Logprobs(TypedDict):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -157,6 +158,7 @@ class CollectedReply:
     scored: list[ScoredToken] = field(default_factory=list)
     calls: list[ToolCallStarted] = field(default_factory=list)
     arguments: dict[int, list[str]] = field(default_factory=dict)
+    prompt: PromptScored | None = None
     finished: Finished | None = None
 
     def add(self, event: Event) -> None:
@@ -172,6 +174,8 @@ class CollectedReply:
                 self.arguments[index] = []
             case ToolCallDelta(index, arguments):
                 self.arguments[index].append(arguments)
+            case PromptScored():
+                self.prompt = event
             case Finished():
                 self.finished = event
             case Failed(error):
@@ -326,7 +330,7 @@ class ChatForm:
 class CompletionForm:
     """Older completions; see `ReplyForm`. Counts the characters of each text for its offsets.
 
-    `echoes` is the text before the replies to each prompt.
+    `echoes` is the text before the replies to each prompt; a scored prompt's follows its scores.
     """
 
     prefix = "cmpl"
@@ -335,6 +339,7 @@ class CompletionForm:
     def __init__(self, body: CompletionRequest, echoes: Sequence[str]) -> None:
         self.num_replies = body.num_replies
         self._has_logprobs = body.logprobs is not None
+        self._is_prompt_scored = body.is_prompt_scored
         self._echoes = [echo for echo in echoes for _ in range(body.num_replies)]
         self._num_characters = [len(echo) for echo in self._echoes]
         # A character may span several tokens, and counts once it is complete.
@@ -342,12 +347,14 @@ class CompletionForm:
 
     def whole(self, index: int, reply: CollectedReply) -> Json:
         text = "".join([self._echoes[index], *reply.text])
-        return self._choice(index, text, reply.scored, reply.finished)
+        return self._choice(index, text, reply.scored, reply.finished, reply.prompt)
 
     def chunk(self, index: int, event: Event) -> Json | None:
         match event:
-            case Started() if self._echoes[index]:
+            case Started() if self._echoes[index] and not self._is_prompt_scored:
                 return self._choice(index, self._echoes[index])
+            case PromptScored():
+                return self._choice(index, self._echoes[index], prompt=event)
             case TextDelta():
                 return self._choice(index, event.text, event.logprobs)
             case Finished():
@@ -361,31 +368,55 @@ class CompletionForm:
         text: str,
         scored: Sequence[ScoredToken] = (),
         finished: Finished | None = None,
+        prompt: PromptScored | None = None,
     ) -> Json:
         return {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(index, scored) if self._has_logprobs else None,
+            "logprobs": self._logprobs(index, scored, prompt) if self._has_logprobs else None,
             "finish_reason": _FINISH_REASONS[finished.reason] if finished else None,
         }
 
-    def _logprobs(self, index: int, scored: Sequence[ScoredToken]) -> _Logprobs:
-        offsets = []
+    def _logprobs(
+        self, index: int, scored: Sequence[ScoredToken], prompt: PromptScored | None
+    ) -> _Logprobs:
+        first, rest = ([prompt.first], prompt.rest) if prompt else ([], ())
+        offsets = list(_offsets(self._echoes[index], [*first, *(token.text for token in rest)]))
         for token in scored:
             offsets.append(self._num_characters[index])
             self._num_characters[index] += len(self._decoders[index].decode(token.text))
+        tokens = (*rest, *scored)
         return {
-            "tokens": [_decoded(token.text) for token in scored],
-            "token_logprobs": [_finite(token.logprob) for token in scored],
-            "top_logprobs": [
-                {_decoded(text): _finite(logprob) for text, logprob in token.top}
-                for token in scored
-            ],
+            "tokens": [_decoded(text) for text in (*first, *(token.text for token in tokens))],
+            "token_logprobs": [*(None for _ in first), *(_finite(t.logprob) for t in tokens)],
+            "top_logprobs": [*(None for _ in first), *(_top(token) for token in tokens)],
             "text_offset": offsets,
         }
 
 
 # -- helpers ------------------------------------------------------------------------------------
+
+
+def _offsets(text: str, pieces: Iterable[bytes]) -> Iterator[int]:
+    """Yield where each token begins in the text.
+
+    The text may lack tokens that the server added before it, and the space with which some
+    tokenizers begin the first word.
+    """
+    decoder, offset = codecs.getincrementaldecoder("utf-8")("replace"), 0
+    for piece in pieces:
+        yield offset
+        decoded = decoder.decode(piece)
+        forms = (decoded, decoded.removeprefix(" "))
+        offset += next((len(form) for form in forms if text.startswith(form, offset)), 0)
+
+
+def _top(token: ScoredToken) -> dict[str, float]:
+    """Map texts to log-probabilities, the token's own included; the best of equal texts counts."""
+    top: dict[str, float] = {}
+    for text, logprob in (*token.top, (token.text, token.logprob)):
+        top.setdefault(_decoded(text), _finite(logprob))
+    return top
 
 
 def _head(started: Started, prefix: str, kind: str) -> Json:

@@ -420,18 +420,22 @@ class CompletionRequest(_RepliesFields):
             return [ids]
         return [p if isinstance(p, str) else tuple(p) for p in prompt if not isinstance(p, int)]
 
+    @property
+    def is_prompt_scored(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
+
     def to_domain(self, headers: AgentHint) -> list[ChatRequest]:
         is_text = all(isinstance(prompt, str) for prompt in self.prompts)
         refuse(self.suffix and not is_text, "suffix", "it needs a prompt of text, not token ids.")
         refuse(
+            self.suffix and self.is_prompt_scored,
+            "suffix",
+            "it is not supported with echo and logprobs; leave one of them out.",
+        )
+        refuse(
             self.best_of not in (None, 1, self.num_replies),
             "best_of",
             "best_of is not supported; leave it out, or set it to n.",
-        )
-        refuse(
-            self.echo and self.logprobs is not None,
-            "echo",
-            "echo with logprobs is not supported: the prompt's tokens are not scored.",
         )
         if len(self.prompts) * self.num_replies > MAX_REPLIES:
             raise InvalidRequestError(
@@ -443,7 +447,7 @@ class CompletionRequest(_RepliesFields):
             ChatRequest(
                 model=self.model or "",
                 messages=(),
-                raw_prompt=RawPrompt(prompt, self.suffix or ""),
+                raw_prompt=RawPrompt(prompt, self.suffix or "", is_scored=self.is_prompt_scored),
                 sampling=self.sampling(self.logprobs),
                 stop=self.stop_rules(max_tokens),
                 output_format=output_format,
