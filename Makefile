@@ -156,6 +156,20 @@ clients-openai: ## run real OpenAI clients (Codex, opencode, pi and others; need
 clients clients-openai: $(VENV)/.dev $(CLIENTS)/.ready
 	@CLIENTS_DIR=$(abspath $(CLIENTS)) $(PYTEST) $(TESTS) $(ARGS)
 
+# The harness has a Python of its own, and takes PyTorch and transformers from .venv.
+$(CLIENTS)/lm-eval/.ready: | $(VENV)/.dev
+	@echo "==> installing lm-evaluation-harness into $(CLIENTS)/lm-eval"
+	@$(BIN)/python -m venv $(CLIENTS)/lm-eval
+	@$(CLIENTS)/lm-eval/bin/pip install -q 'lm-eval[api]==0.4.13' || $(INSTALL_FAILED)
+	@$(CLIENTS)/lm-eval/bin/pip install -q --no-deps accelerate==1.15.0 || $(INSTALL_FAILED)
+	@$(BIN)/python -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
+		> "$$($(CLIENTS)/lm-eval/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/server.pth"
+	@touch $@
+
+.PHONY: lm-eval
+lm-eval: $(CLIENTS)/lm-eval/.ready ## compare lm-evaluation-harness over HTTP with its own computation
+	@CLIENTS_DIR=$(abspath $(CLIENTS)) $(PYTEST) tests/clients/test_lm_eval.py $(ARGS)
+
 # Ray belongs to the extra `cluster`. Its processes listen on all addresses, so these tests run without
 # a network, and all processes end with them. Root keeps its user, because it starts PostgreSQL as another one.
 CLUSTER := build/cluster
