@@ -57,6 +57,37 @@ def test_dimensions_cut_a_vector_and_keep_its_length(client: openai.OpenAI) -> N
     assert math.hypot(*cut.data[0].embedding) == pytest.approx(1)
 
 
+def test_a_vector_that_is_not_normalised_is_the_mean(http: httpx.Client) -> None:
+    def embed(**fields: Any) -> list[list[float]]:
+        answer = http.post("/v1/embeddings", json={"model": "fake", **fields})
+        assert answer.status_code == 200, answer.text
+        return [each["embedding"] for each in answer.json()["data"]]
+
+    ids = list(b"hello")
+    ((one,), (unit,)) = embed(input=[ids], normalize=False), embed(input=[ids])
+    length = math.hypot(*one)
+    assert length != pytest.approx(1, abs=0.05)
+    assert [value / length for value in one] == pytest.approx(unit)
+    assert embed(input=[ids], normalize=False, dimensions=4) == [one[:4]]
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        ([7, 99999, 8], "token 1 of input 0 is 99999"),
+        ([[7], [8, 9, -1]], "token 2 of input 1 is -1"),
+        ([[7], ["x"]], "entry 1"),
+        (["x", 7], "list of strings"),
+        ([7, True], "list of strings"),
+        (7.5, "list of strings"),
+    ],
+)
+def test_a_refusal_names_the_place(http: httpx.Client, value: Any, words: str) -> None:
+    error = http.post("/v1/embeddings", json={"model": "fake", "input": value}).json()["error"]
+    assert words in error["message"]
+    assert error["param"] == "input"
+
+
 @pytest.mark.parametrize(
     "changes, param",
     [

@@ -62,17 +62,19 @@ class EmbeddingRequest:
         inputs: Texts, each as a string or as token ids.
         dimensions: Number of leading dimensions to keep in each vector; None keeps all.
         is_cut: Whether texts that are too long are cut at their end; otherwise they are refused.
+        is_normalised: Whether vectors are scaled to length 1, after they are cut to `dimensions`.
     """
 
     model: str
     inputs: tuple[str | tuple[int, ...], ...]
     dimensions: int | None = None
     is_cut: bool = False
+    is_normalised: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """Embeddings: one unit vector per text, in the order of the texts.
+    """Embeddings: one vector per text, in the order of the texts.
 
     Attributes:
         num_tokens: Number of tokens in all texts.

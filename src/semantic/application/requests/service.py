@@ -217,7 +217,8 @@ class InferenceService:
         finally:
             if admission is not None:
                 admission.release()
-        vectors = tuple(unit_vector(each, request.dimensions) for each in sums)
+        pairs = zip(sums, texts, strict=True)
+        vectors = tuple(mean_vector(each, len(tokens), request) for each, tokens in pairs)
         return Embeddings(model.id, vectors, num_tokens)
 
     async def _sum(self, job: EmbeddingJob, model: LoadedModel) -> tuple[float, ...]:
@@ -342,8 +343,11 @@ def text_tokens(
         if not tokens:
             raise InvalidRequestError(f"input {number} is empty.", param="input")
         if min(tokens) < 0 or max(tokens) >= spec.vocab_size:
+            bad = [not 0 <= token < spec.vocab_size for token in tokens].index(True)
             raise InvalidRequestError(
-                f"a token id of input {number} is not in [0, {spec.vocab_size}).", param="input"
+                f"token {bad} of input {number} is {tokens[bad]}; this model's token ids are in "
+                f"[0, {spec.vocab_size}). Send text, or ids of this model's tokenizer.",
+                param="input",
             )
         if request.is_cut:
             tokens = tokens[:limit]
@@ -357,19 +361,20 @@ def text_tokens(
     return texts
 
 
-def unit_vector(sums: Sequence[float], dimensions: int | None) -> tuple[float, ...]:
-    """Truncate a vector to its first dimensions and normalise it to length 1.
-
-    The input is the sum over tokens, which has the same direction as their mean.
+def mean_vector(
+    sums: Sequence[float], num_tokens: int, request: EmbeddingRequest
+) -> tuple[float, ...]:
+    """Return the first dimensions of the mean over tokens, scaled to length 1 if requested.
 
     Raises:
         InvalidRequestError: the vector has fewer dimensions than requested.
     """
+    dimensions = request.dimensions
     if dimensions is not None and dimensions > len(sums):
         raise InvalidRequestError(
             f"this model's vectors have {len(sums)} dimensions, not {dimensions}.",
             param="dimensions",
         )
     kept = sums[:dimensions]
-    length = math.hypot(*kept) or 1.0
+    length = (math.hypot(*kept) or 1.0) if request.is_normalised else num_tokens
     return tuple(value / length for value in kept)

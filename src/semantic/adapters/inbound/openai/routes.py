@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import Field
+from pydantic import Field, field_validator
 from typing_extensions import TypedDict
 
 from semantic.adapters.inbound.anthropic.events import (
@@ -52,7 +52,7 @@ from semantic.ports.inbound import EmbeddingRequest, InferencePort, ModelState, 
 
 _MAX_INPUTS = 2048  # OpenAI's limit
 
-_Tokens = list[Annotated[int, Field(ge=0)]]
+_FORMS = "it must be a string, a list of strings, token ids, or lists of token ids"
 
 
 class EmbeddingsRequest(Schema):
@@ -60,10 +60,25 @@ class EmbeddingsRequest(Schema):
 
     model_config = example({"input": ["a red apple", "a green pear"]})
 
-    input: str | _Tokens | list[str] | list[_Tokens]
+    input: str | list[str] | list[int] | list[list[int]]
     model: str = ""
     dimensions: int | None = Field(None, ge=1)
     encoding_format: Literal["float", "base64"] | None = None
+    normalize: bool | None = Field(
+        None, description="false returns the mean itself; otherwise it is scaled to length 1"
+    )
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _check_input(cls, value: object) -> object:
+        """Report one error for an invalid input, not one for each type it could have."""
+        entries: list[Any] = value if isinstance(value, list) else [value]
+        if {type(entry) for entry in entries} not in (set(), {str}, {int}, {list}):
+            raise ValueError(_FORMS)
+        for index, ids in enumerate(entries):
+            if isinstance(ids, list) and {type(token) for token in ids} - {int}:
+                raise ValueError(f"{_FORMS}; entry {index} is a list of something else")
+        return value
 
     def to_domain(self) -> EmbeddingRequest:
         given: list[Any] = [self.input] if isinstance(self.input, str) else list(self.input)
@@ -74,7 +89,8 @@ class EmbeddingsRequest(Schema):
                 f"there are {len(given)} inputs; send between 1 and {_MAX_INPUTS}.", param="input"
             )
         inputs = tuple(each if isinstance(each, str) else tuple(each) for each in given)
-        return EmbeddingRequest(self.model, inputs, self.dimensions)
+        is_normalised = self.normalize is not False
+        return EmbeddingRequest(self.model, inputs, self.dimensions, is_normalised=is_normalised)
 
 
 class Embedding(TypedDict):
@@ -108,7 +124,7 @@ def add_embeddings(
 
     @router.post("/embeddings", response_model=None, responses={200: {"model": EmbeddingList}})
     async def embeddings(body: EmbeddingsRequest, http: Request) -> Response:
-        """Return the mean of the model's last hidden states over each text, scaled to length 1."""
+        """Return the mean of the model's last hidden states over each text."""
         work = inference.embed(body.to_domain(), principal())
         made = await unless_disconnected(work, http)
         if made is None:
