@@ -206,7 +206,7 @@ JSON_COMMANDS = {
     "keys revoke": ("--home", "home"),
 }
 # A server's log, and another program's screen.
-WITHOUT_DATA = {"serve", "shard", "cluster", "launch"}
+WITHOUT_DATA = {"serve", "shard", "cluster", "launch", "mcp"}
 
 
 def make_whole_model(directory: Path) -> None:

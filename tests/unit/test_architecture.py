@@ -45,6 +45,7 @@ CHAPTERS = {
     "adapters/inbound/responses": ("http", "openai"),
     "adapters/inbound/ollama": ("http", "openai"),
     "adapters/inbound/agents": ("http",),
+    "adapters/inbound/mcp": ("agents",),
     "adapters/inbound/page": ("http",),
     "adapters/inbound/admin": ("http",),
     "adapters/outbound/models": (),

@@ -6,5 +6,6 @@
 3. `persistence.py`: the state that outlives the process: ledger, blocks, upkeep.
 4. `server.py`: the HTTP application, signals, and shutdown.
 
+`mcp_loader.py` loads the Model Context Protocol when a client asks for it.
 `cluster_loader.py` loads the optional package `cluster/`, for shared stores, replicas and shards.
 """

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -14,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from http.client import HTTPConnection, HTTPException
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import uvicorn
@@ -52,10 +53,15 @@ from semantic.adapters.inbound.page.routes import OLLAMA_GREETING, docs_router, 
 from semantic.adapters.inbound.responses.routes import ResponsesApi
 from semantic.adapters.outbound import host_memory
 from semantic.application.agents.turn_log import PastTurns
+from semantic.application.requests.branches import AgentBranches, BranchLimits
 from semantic.domain.access import LIMIT_KINDS, Allowance
 from semantic.domain.errors import InvalidRequestError, ModelSwapError, SemanticError
 from semantic.entrypoints.bootstrap import Server
+from semantic.entrypoints.mcp_loader import McpLoader
 from semantic.ports.inbound import ModelState
+
+if TYPE_CHECKING:
+    from semantic.adapters.inbound.mcp.endpoint import McpEndpoint
 
 _log = structlog.get_logger(__name__)
 
@@ -83,12 +89,14 @@ def tune_process() -> None:
 
 def create_app(server: Server) -> FastAPI:
     """Make the HTTP application; its lifespan starts and stops the device thread."""
+    mcp = McpLoader(functools.partial(_make_mcp, server))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         server.start()
         recording = asyncio.create_task(server.history.run())
-        yield
+        async with mcp.serving():
+            yield
         recording.cancel()
         server.request_stop()
         if not server.device.join(server.settings.shutdown_timeout_s):
@@ -117,8 +125,18 @@ def create_app(server: Server) -> FastAPI:
     app.include_router(AdminApi(server.models, server.device, server.runtime).router())
     app.include_router(CacheApi(server.cache, server.feed, principal).router())
     app.include_router(AgentApi(server.chat, server.agents, server.transfer, principal).router())
+    app.router.routes.append(mcp.route)
     _add_middleware(app, server)
     return app
+
+
+def _make_mcp(server: Server) -> "McpEndpoint":
+    from semantic.adapters.inbound.mcp.endpoint import McpEndpoint
+    from semantic.adapters.inbound.mcp.tools import McpTools
+
+    limits = BranchLimits(server.settings.mcp_max_branches, server.settings.mcp_max_depth)
+    branches = AgentBranches(server.agents, server.chat, limits)
+    return McpEndpoint(McpTools(server.agents, branches), current_principal)
 
 
 def _problems(server: Server) -> list[str]:

@@ -242,6 +242,12 @@ class Settings(_RuntimeFields):
         pattern="^https?://",
         description="OpenTelemetry collector that receives traces, such as http://localhost:4318",
     )
+    mcp_max_branches: int = Field(
+        16, ge=0, le=10_000, description="forks of one agent that models may make through MCP"
+    )
+    mcp_max_depth: int = Field(
+        4, ge=0, le=100, description="longest chain of forks of forks made through MCP"
+    )
     otel_sample_ratio: float = Field(
         1.0,
         ge=0,

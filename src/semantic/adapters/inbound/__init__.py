@@ -9,5 +9,6 @@
    these, whole or as server-sent events. The OpenAPI document shows their types.
 
 `openai/`, `responses/`, `anthropic/` and `ollama/` implement the vendors' protocols, `agents/` our
-own; `admin/` is for operators, and `page/` is the web page, which uses the same API.
+own; `mcp/` offers agents as tools to models; `admin/` is for operators, and `page/` is the web
+page, which uses the same API.
 """

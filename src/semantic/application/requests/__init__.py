@@ -14,6 +14,7 @@
    they release the claim, publish an event to the feed, and start the agent's next turn.
 
 `stateful.py` precedes these steps if the server stores the conversation: it queues the turns of an
-agent, and drops the oldest messages when they no longer fit. Embedding requests also pass through
-`service.py`.
+agent, and drops the oldest messages when they no longer fit. `branches.py` sends
+requests on behalf of models, which may ask, fork and compare agents within limits. Embedding
+requests also pass through `service.py`.
 """

@@ -6,5 +6,6 @@
    `keys.py` manages API keys.
 4. `client.py` calls a running server, for `chat.py`, `agents.py`, `models.py` and `watch.py` (`top`
    and `bench`).
-5. `launch.py` runs coding agents and other clients against a running server.
+5. `launch.py` runs coding agents and other clients against a running server, and offers its agents
+   to them as tools.
 """

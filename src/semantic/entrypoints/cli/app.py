@@ -14,7 +14,7 @@ from semantic.entrypoints.cli.chat import chat
 from semantic.entrypoints.cli.doctor import doctor
 from semantic.entrypoints.cli.flags import Answer, with_settings
 from semantic.entrypoints.cli.keys import keys_app
-from semantic.entrypoints.cli.launch import launch
+from semantic.entrypoints.cli.launch import launch, mcp
 from semantic.entrypoints.cli.models import models_app, ps
 from semantic.entrypoints.cli.screen import say
 from semantic.entrypoints.cli.watch import bench, top
@@ -227,7 +227,7 @@ def _cache(action: str, settings: Settings, orphan_age_h: float | None = None) -
     return run_cache(action, settings, orphan_age_h)
 
 
-for command in (chat, ps, top, bench, launch):
+for command in (chat, ps, top, bench, launch, mcp):
     app.command(rich_help_panel=_USING)(command)
 app.command(rich_help_panel=_UPKEEP)(doctor)
 app.add_typer(agents_app, name="agents", rich_help_panel=_USING)

@@ -1,10 +1,11 @@
-"""`semantic launch`: run a coding agent or another client against a running server.
+"""`semantic launch` and `semantic mcp`: connect clients to a running server.
 
-The process receives the server's address, the model and its context length by environment
+A launched client receives the server's address, the model and its context length by environment
 variables, flags, or a file in a temporary directory. The user's configuration of the client is not
 changed.
 """
 
+import asyncio
 import json
 import os
 import shutil
@@ -13,13 +14,18 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from semantic.domain.errors import InvalidRequestError
-from semantic.entrypoints.cli.client import Json, ServerClient
+from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
 from semantic.entrypoints.cli.flags import print_json, with_server
+from semantic.entrypoints.mcp_loader import MCP_PATH, MISSING
+
+if TYPE_CHECKING:
+    from mcp.client._transport import ReadStream, WriteStream
+    from mcp.shared.message import SessionMessage
 
 # Clients are configured to request at most 1/4 of the context in one reply.
 _REPLY_SHARE = 4
@@ -253,3 +259,45 @@ def _run(command: list[str], env: dict[str, str]) -> int:
                 return process.wait()
             except KeyboardInterrupt:
                 continue
+
+
+# -- MCP ----------------------------------------------------------------------------------------
+
+
+@with_server
+def mcp(client: ServerClient) -> int:
+    """Serve this server's agents as MCP tools on standard input and output.
+
+    For clients such as Claude Code: `claude mcp add semantic -- semantic mcp`. The server must run.
+    """
+    try:
+        import mcp.client.streamable_http  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ServerError(f"{MISSING}.") from error
+    client.call("GET", "/health/live")  # a clear message if no server answers
+    asyncio.run(_bridge(client.url + MCP_PATH, client.key))
+    return 0
+
+
+async def _bridge(url: str, key: str | None) -> None:
+    """Copy messages between standard input and output and the server's endpoint, both ways."""
+    from mcp.client.streamable_http import streamable_http_client
+    from mcp.server.stdio import stdio_server
+    from mcp.shared._httpx_utils import create_mcp_http_client
+
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with (
+        create_mcp_http_client(headers=headers) as http,
+        streamable_http_client(url, http_client=http) as (from_server, to_server),
+        stdio_server() as (from_client, to_client),
+    ):
+        answering = asyncio.create_task(_copy(from_server, to_client))
+        await _copy(from_client, to_server)  # until standard input ends
+        answering.cancel()
+
+
+async def _copy(source: "ReadStream[Any]", target: "WriteStream[SessionMessage]") -> None:
+    async for message in source:
+        if isinstance(message, Exception):
+            raise ServerError(f"a message cannot be read: {message}")
+        await target.send(message)
