@@ -23,7 +23,7 @@ from semantic.ports.inbound import EmbeddingRequest, Embeddings
 USAGE = Usage(20, completion_tokens=12, cache_read_tokens=15, cache_creation_tokens=5)
 # Thinking, text and two tool calls: all features that a reply can have.
 EVERYTHING: tuple[Event, ...] = (
-    Started("abc", "m", Usage(20)),
+    Started("abc", "m", Usage(20), num_marked=18),
     ThinkingDelta("Let me "),
     ThinkingDelta("look."),
     ThinkingEnded("sig"),
@@ -40,7 +40,7 @@ EVERYTHING: tuple[Event, ...] = (
 )
 # A tool call cut off by `max_tokens`.
 CUT_CALL: tuple[Event, ...] = (
-    Started("abc", "m", Usage(20)),
+    Started("abc", "m", Usage(20), num_marked=18),
     TextDelta("I look."),
     ToolCallStarted(0, "1", "read"),
     ToolCallDelta(0, '{"path": "ä'),

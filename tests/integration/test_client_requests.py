@@ -130,29 +130,51 @@ TEXT = {"type": "text", "text": "hello"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 CALL = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
 RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [TEXT | MARK]}
-MARKED: list[dict[str, Any]] = [
-    MARK,
-    {"system": [TEXT | MARK]},
-    {"tools": [TOOL | MARK]},
-    {"messages": [{"role": "user", "content": [TEXT | MARK]}]},
-    {
-        "messages": [
-            *HI,
-            {"role": "assistant", "content": [CALL]},
-            {"role": "user", "content": [RESULT]},
-        ]
-    },
+NAMED = {"type": "text", "text": "NAME"}
+ENDING = len("<assistant\n")  # the fake model's special token is one, and the rest bytes
+SAID = {"role": "assistant", "content": "yes"}
+# Each with the number of tokens after the mark.
+MARKED: list[tuple[dict[str, Any], int]] = [
+    (MARK, ENDING),
+    ({"messages": [{"role": "user", "content": [TEXT | MARK]}]}, ENDING),
+    (
+        {
+            "messages": [
+                *HI,
+                {"role": "assistant", "content": [CALL]},
+                {"role": "user", "content": [RESULT]},
+            ]
+        },
+        ENDING,
+    ),
+    (
+        {"messages": [{"role": "user", "content": [TEXT | MARK]}, SAID, *HI]},
+        len("<assistant\nyes><user\nhi>") + ENDING,
+    ),
+    ({"system": [NAMED | MARK]}, len("hi>") + ENDING),
+    ({"tools": [TOOL | MARK]}, len("hi>") + ENDING),
 ]
 
 
-@pytest.mark.parametrize("marked", MARKED)
-def test_with_cache_control_what_was_computed_is_written(
-    http: httpx.Client, marked: dict[str, Any]
-) -> None:
-    body = {"messages": HI, "max_tokens": 3, **marked}
-    usage = http.post("/v1/messages", json=body).json()["usage"]
-    assert usage["input_tokens"] == 0
-    assert usage["cache_creation_input_tokens"] > 0
+@pytest.mark.parametrize("number", range(len(MARKED)))
+def test_cache_control_divides_what_was_computed(http: httpx.Client, number: int) -> None:
+    """What comes before the last mark is written to the cache, and what comes after it is input."""
+    marked, num_after = MARKED[number]
+    body = json.dumps({"messages": HI, "max_tokens": 3, "system": [NAMED], **marked})
+    body = body.replace("NAME", f"prompt {number}")  # no two share a block
+
+    def post(path: str) -> Any:
+        headers = {"content-type": "application/json"}
+        return http.post(path, content=body, headers=headers).json()
+
+    first, again = (post("/v1/messages")["usage"] for _ in range(2))
+    count = post("/v1/messages/count_tokens")["input_tokens"]
+    read, written = first["cache_read_input_tokens"], first["cache_creation_input_tokens"]
+    assert (first["input_tokens"], read + written) == (num_after, count - num_after)
+    assert read < 64
+    # The last token is computed in any case.
+    assert (again["input_tokens"], again["cache_creation_input_tokens"]) == (1, 0)
+    assert again["cache_read_input_tokens"] == count - 1
 
 
 # -- what responses repeat --------------------------------------------------------------------

@@ -345,6 +345,8 @@ class ChatRequest:
         drops_oldest: Whether the oldest turns after the system prompt are dropped if the prompt is
             too long; otherwise the request is refused.
         num_dropped: Messages that were dropped.
+        num_marked: Number of messages up to the last one that the client marks for caching; 0 if it
+            marks only tools, None if it marks nothing. Everything is cached in any case.
     """
 
     model: str
@@ -364,6 +366,7 @@ class ChatRequest:
     max_prompt: int | None = None
     drops_oldest: bool = False
     num_dropped: int = 0
+    num_marked: int | None = None
 
     def __post_init__(self) -> None:
         if not self.messages and self.raw_prompt is None:

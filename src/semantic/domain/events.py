@@ -38,6 +38,7 @@ class Started:
     Attributes:
         sampling: The sampling parameters in effect, including the model's defaults.
         fingerprint: Changes when the server may answer the same seed differently.
+        num_marked: Tokens of the prompt up to the last mark of `ChatRequest.num_marked`.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class Started:
     usage: Usage
     sampling: SamplingParams = field(default_factory=SamplingParams)
     fingerprint: str | None = None
+    num_marked: int = 0
 
 
 @dataclass(frozen=True, slots=True)

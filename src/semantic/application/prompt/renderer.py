@@ -29,7 +29,11 @@ from semantic.application.prompt.replay import (
     keys_to_look_up,
 )
 from semantic.application.prompt.special_text import RunEncoder, SpecialText, TokenWalk
-from semantic.application.prompt.template_probe import lost_generation_prompt, probe
+from semantic.application.prompt.template_probe import (
+    generation_prompt,
+    lost_generation_prompt,
+    probe,
+)
 from semantic.domain.blocks import common_prefix
 from semantic.domain.chat import (
     ChatRequest,
@@ -60,6 +64,7 @@ class Prompt:
         has_tool_markup: Tools are introduced by the markup of `compose`, not by the template.
         num_replayed: Number of replies that were replayed with their sampled tokens.
         num_begun: Tokens at the end of the prompt that are the beginning of the reply.
+        num_marked: Tokens up to the last mark of `ChatRequest.num_marked`; 0 if there is none.
     """
 
     tokens: tuple[int, ...]
@@ -68,6 +73,7 @@ class Prompt:
     has_tool_markup: bool = False
     num_replayed: int = 0
     num_begun: int = 0
+    num_marked: int = 0
 
     def followed_by(self, beginning: Sequence[int]) -> "Prompt":
         tokens = (*self.tokens, *beginning)
@@ -103,6 +109,10 @@ class Renderer:
         self._heads: LruCache[bytes, int] = LruCache(_MAX_POSITIONS)
         self._lost = {
             is_thinking: lost_generation_prompt(tokenizer, self.traits, is_thinking=is_thinking)
+            for is_thinking in (None, True, False)
+        }
+        self._endings = {
+            is_thinking: generation_prompt(tokenizer, self.traits, is_thinking=is_thinking)
             for is_thinking in (None, True, False)
         }
 
@@ -143,7 +153,37 @@ class Renderer:
             num_head,
             has_tool_markup=bool(request.tools) and not self.traits.has_tools,
             num_replayed=num_replayed,
+            num_marked=self._num_marked(request, conversation, text, walk, num_head),
         )
+
+    def _num_marked(
+        self,
+        request: ChatRequest,
+        conversation: TemplateInput,
+        text: str,
+        walk: TokenWalk,
+        num_head: int,
+    ) -> int:
+        """Count the tokens up to the last mark; a mark in the head counts as at the head's end."""
+        num_marked = request.num_marked
+        if num_marked is None or num_marked <= num_leading_system(request.messages):
+            return 0 if num_marked is None else num_head
+        ending, end = self._endings[conversation.is_thinking], len(text)
+        if num_marked < len(request.messages):
+            marked = replace(request, messages=request.messages[:num_marked])
+            end = self._common_end(text, marked, conversation.today, ending)
+        else:
+            end -= len(ending) if text.endswith(ending) else 0
+        later = self._walk(text[end:], b"")
+        later.advance(len(text))
+        return max(len(walk.tokens) - len(later.tokens), num_head)
+
+    def _common_end(self, text: str, before: ChatRequest, today: date | None, ending: str) -> int:
+        try:
+            written = self._write(self._composer.compose(before, today))
+        except InvalidRequestError:  # the template wants more messages
+            return 0
+        return common_prefix(text, written.removesuffix(ending))
 
     def _write(self, conversation: TemplateInput) -> str:
         wants_parts = self.traits.wants_parts

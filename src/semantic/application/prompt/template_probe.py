@@ -93,6 +93,16 @@ def lost_generation_prompt(
     return prompt[common_prefix(prompt, later) :]
 
 
+def generation_prompt(
+    tokenizer: TokenizerPort, traits: TemplateTraits, *, is_thinking: bool | None
+) -> str:
+    """Return the text after the last message that makes the model reply."""
+    ask = _Probe(tokenizer, wants_parts=traits.wants_parts)
+    messages = (_user("probeask"),)
+    prompt = ask.text(messages, is_thinking=is_thinking, add_generation_prompt=True)
+    return prompt[common_prefix(prompt, ask.text(messages, is_thinking=is_thinking)) :]
+
+
 @dataclass(frozen=True, slots=True)
 class _Probe:
     tokenizer: TokenizerPort

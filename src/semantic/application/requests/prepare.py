@@ -33,7 +33,7 @@ from semantic.domain.errors import (
     StateQuotaError,
 )
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
-from semantic.domain.sampling import DEFAULT_REPLY_TOKENS, StopRules
+from semantic.domain.sampling import DEFAULT_REPLY_TOKENS, SamplingParams, StopRules
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import ModelBackendPort
 from semantic.ports.text import TokenConstraint
@@ -64,6 +64,7 @@ class PreparedRequest:
     thinking: ThinkingCounter | None = None
     day: date | None = None
     num_begun: int = 0
+    num_marked: int = 0
 
 
 class Preparation:
@@ -113,15 +114,12 @@ class Preparation:
         budget = request.thinking.budget if request.thinking else None
         if budget is not None and not request.is_continued:
             constraint = _within(budget, shape, model, visible, constraint)
-        sampling = request.sampling.with_defaults(model.defaults)
-        if sampling.seed is None:
-            sampling = replace(sampling, seed=secrets.randbits(63))
         job = Job(
             id=secrets.token_hex(12),
             agent=f"{principal.tenant}/{identity.agent_id}",
             root=root,
             tokens=prompt.tokens,
-            sampling=sampling,
+            sampling=_seeded(request.sampling.with_defaults(model.defaults)),
             stop=_stop_rules(request, model),
             max_tokens=max_tokens,
             boundaries=_block_ends(prompt, model.backend.spec),
@@ -146,6 +144,7 @@ class Preparation:
             thinking=_thinking_counter(shape, model, visible),
             day=day,
             num_begun=prompt.num_begun,
+            num_marked=prompt.num_marked,
         )
 
     def count_tokens(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> int:
@@ -363,6 +362,11 @@ def _raw_tokens(request: ChatRequest, prompt: RawPrompt, model: LoadedModel) -> 
             param="logprobs",
         )
     return content
+
+
+def _seeded(sampling: SamplingParams) -> SamplingParams:
+    has_seed = sampling.seed is not None
+    return sampling if has_seed else replace(sampling, seed=secrets.randbits(63))
 
 
 def _stop_rules(request: ChatRequest, model: LoadedModel) -> StopRules:

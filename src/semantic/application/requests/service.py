@@ -161,7 +161,8 @@ class InferenceService:
     def _submit(self, prepared: PreparedRequest, claim: Claim) -> LiveReply:
         job, shape = prepared.job, prepared.shape
         model, usage = prepared.model, Usage(prompt_tokens=len(job.tokens))
-        started = Started(job.id, model.id, usage, job.sampling, model.system_fingerprint)
+        fingerprint, num_marked = model.system_fingerprint, prepared.num_marked
+        started = Started(job.id, model.id, usage, job.sampling, fingerprint, num_marked)
         parser = ReplyParser(
             shape.format,
             shape.allowed_tools,

@@ -114,13 +114,10 @@ class MessageStream:
 
     Args:
         shows_thinking: If false, thinking blocks have a signature but no text.
-        marks_cache: Whether the request has `cache_control`. If not, no tokens count as written to
-            the cache, and all computed tokens count as input.
     """
 
-    def __init__(self, *, shows_thinking: bool = True, marks_cache: bool = True) -> None:
+    def __init__(self, *, shows_thinking: bool = True) -> None:
         self._shows_thinking = shows_thinking
-        self._marks_cache = marks_cache
         self._started: Started | None = None
         self._is_begun = False
         self._is_ended = False
@@ -181,12 +178,18 @@ class MessageStream:
         self._pending.append({"type": "message_stop"})
 
     def _usage(self, usage: Usage) -> _PromptUsage:
-        """Split the prompt tokens into three counts that do not overlap."""
-        written = usage.cache_creation_tokens if self._marks_cache else 0
+        """Split the prompt tokens into three counts that do not overlap.
+
+        The client's last `cache_control` divides the computed tokens: those before it are written
+        to the cache, those after it are input.
+        """
+        num_marked = self._started.num_marked if self._started else 0
+        read = usage.cache_read_tokens
+        written = min(usage.cache_creation_tokens, max(num_marked - read, 0))
         return {
-            "input_tokens": usage.prompt_tokens - usage.cache_read_tokens - written,
+            "input_tokens": usage.prompt_tokens - read - written,
             "cache_creation_input_tokens": written,
-            "cache_read_input_tokens": usage.cache_read_tokens,
+            "cache_read_input_tokens": read,
         }
 
     # -- content --------------------------------------------------------------------------------

@@ -200,6 +200,10 @@ def system_parts(system: str | list[Block], where: str = "system") -> tuple[Part
     return tuple(part for part in parts if part != TextPart(""))
 
 
+def _is_marked(content: str | list[Block] | None) -> bool:
+    return isinstance(content, list) and any(block.marks_cache for block in content)
+
+
 def _without_billing_line(text: str) -> str:
     r"""Remove a first line that is only for the vendor's billing.
 
@@ -403,14 +407,6 @@ class MessagesRequest(CountRequest):
         """Whether the client wants the text of thinking, or only the signature to send back."""
         return self.thinking is None or self.thinking.display != "omitted"
 
-    @property
-    def marks_cache(self) -> bool:
-        contents = [self.system, *(message.content for message in self.messages)]
-        blocks = [block for content in contents if isinstance(content, list) for block in content]
-        is_tool_marked = any(tool.cache_control for tool in self.tools or ())
-        is_block_marked = any(block.marks_cache for block in blocks)
-        return bool(self.cache_control) or is_tool_marked or is_block_marked
-
     def to_domain(self, headers: Mapping[str, str]) -> ChatRequest:
         limit = reply_limit(self.max_tokens)
         request = replace(
@@ -418,6 +414,19 @@ class MessagesRequest(CountRequest):
             sampling=sampling_of(self),
             stop=StopRules(max_tokens=limit, strings=tuple(self.stop_sequences or ())),
         )
+        num_heads = len(request.messages) - len(self.messages)
+        request = replace(request, num_marked=self._num_marked(num_heads))
         with client_params(self.client_param, request):
             # A last message that cannot be continued is refused here, but not when counting tokens.
             return replace(request, is_continued=self.messages[-1].role == "assistant")
+
+    def _num_marked(self, num_heads: int) -> int | None:
+        """Number of messages up to the last `cache_control`; see `ChatRequest.num_marked`."""
+        if self.cache_control:
+            return num_heads + len(self.messages)
+        for index in range(len(self.messages), 0, -1):
+            if _is_marked(self.messages[index - 1].content):
+                return num_heads + index
+        if _is_marked(self.system):
+            return num_heads
+        return 0 if any(tool.cache_control for tool in self.tools or ()) else None

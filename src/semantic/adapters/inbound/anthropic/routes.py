@@ -44,7 +44,7 @@ def anthropic_router(inference: InferencePort, principal: Callable[[], Principal
         request = body.to_domain(http.headers)
         with client_params(body.client_param, request):
             replies = ReplySet([await inference.start(request, principal())])
-        stream = MessageStream(shows_thinking=body.shows_thinking, marks_cache=body.marks_cache)
+        stream = MessageStream(shows_thinking=body.shows_thinking)
         if not body.stream:
             return await answer(http, _collect(replies, stream), replies)
 
