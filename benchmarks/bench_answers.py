@@ -23,8 +23,8 @@ from benchmarks.peer import peer_path, peer_serving
 from benchmarks.report import Report, run
 from benchmarks.starter import prompt_tokens
 from semantic.adapters.config.settings import STARTER_MODEL
-from semantic.adapters.outbound.backends.torch.attention import ChunkSpan, TorchSequence
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.kv.sequences import ChunkSpan, TorchSequence
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions, WeightsOption
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.models.gguf.importing import starter_gguf
@@ -59,7 +59,7 @@ def logprobs(home: Path, tokens: list[int], weights: WeightsOption) -> torch.Ten
     backend._grow(sequence, len(tokens))
     span = ChunkSpan(Chunk(SequenceId(0), 0, tuple(tokens)), sequence, tuple(tokens), 0)
     decoder = backend._decoder
-    forward = backend._forward_by_library if decoder is None else decoder.step
+    forward = backend._runner.step if decoder is None else decoder.step
     return functional.log_softmax(torch.from_numpy(forward([span], range(len(tokens)))), dim=-1)
 
 

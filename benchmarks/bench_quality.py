@@ -26,8 +26,8 @@ from benchmarks.report import Report, run
 from benchmarks.starter import starter_directory
 from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.backends.sampler import Logits
-from semantic.adapters.outbound.backends.torch.attention import ChunkSpan
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.kv.sequences import ChunkSpan
 from semantic.adapters.outbound.backends.torch.loading import DType, TorchOptions
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.blocks.format import FORMATS, KVCodec

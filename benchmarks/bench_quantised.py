@@ -64,8 +64,7 @@ def probabilities(model: Any, tokens: list[int]) -> torch.Tensor:
 def load(report: Report, name: str, directory: Path, *, is_kept: bool) -> Any:
     """Load a model as the server does; reports its size."""
     before = tensor_bytes()
-    attention = "eager" if name == "GPT-OSS" else "sdpa"
-    model = load_grouped(directory, torch.float32, attention, is_kept=is_kept).eval()
+    model = load_grouped(directory, torch.float32, is_kept=is_kept).eval()
     cpu.pack_grouped(model, native().library())
     form = "as in the file" if is_kept else "in full"
     report.add(f"{name}, tensors {form}", (tensor_bytes() - before) / 1e6, "MB")

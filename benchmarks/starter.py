@@ -64,7 +64,7 @@ def served_dtype() -> torch.dtype:
 
 def library_model(directory: Path) -> Any:
     """Load the model with `transformers`, in the backend's dtype."""
-    return load_grouped(directory, served_dtype(), "sdpa", is_kept=False).eval()
+    return load_grouped(directory, served_dtype(), is_kept=False).eval()
 
 
 @contextlib.contextmanager

@@ -21,12 +21,14 @@ from tests.contract.mlx_models import CUT_WHERE_SAVED, MLX_FAMILIES, write_mlx_m
 from tests.contract.models import (
     BLOCK_TOKENS,
     FAMILIES,
+    OTHER_FAMILIES,
     WINDOW,
     GetModel,
     TinyModel,
     family_config,
     write_model,
 )
+from tests.contract.models import CUT_WHERE_SAVED as TORCH_CUT_WHERE_SAVED
 from tests.contract.sharded import fake_in_ranks
 
 
@@ -132,7 +134,7 @@ def make_mlx(
 
 _NAMES = (
     *_FAKES,
-    *(f"torch-{family}" for family in FAMILIES),
+    *(f"torch-{family}" for family in (*FAMILIES, *OTHER_FAMILIES)),
     *(f"mlx-{family}" for family in MLX_FAMILIES),
 )
 
@@ -152,7 +154,10 @@ def subject(
         written = mlx_model(family)
         return Subject(lambda: make_mlx(written), cuts_anywhere=family not in CUT_WHERE_SAVED)
     model, options = tiny_model(family), TorchOptions("float32", native=native)
-    return Subject(lambda: TorchBackend(model.directory, model.spec, options))
+    return Subject(
+        lambda: TorchBackend(model.directory, model.spec, options),
+        cuts_anywhere=family not in TORCH_CUT_WHERE_SAVED,
+    )
 
 
 @pytest.fixture

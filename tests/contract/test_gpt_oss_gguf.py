@@ -90,7 +90,7 @@ def test_the_same_logits_as_the_librarys_model(
 ) -> None:
     """Every number is exact: MXFP4's are integers times a power of two."""
     pair = make_pair(tmp_path, experts, linears)
-    loaded = load_grouped(pair.directory, torch.float32, "eager", is_kept=False).eval()
+    loaded = load_grouped(pair.directory, torch.float32, is_kept=False).eval()
     with torch.inference_mode():
         found = loaded(TEXT).logits[0]
     torch.testing.assert_close(found, pair.logits(TEXT), atol=1e-4, rtol=1e-4)
@@ -101,7 +101,7 @@ def test_kept_experts_are_near_the_expanded_ones(
     library: Library, experts: Kind, tmp_path: Path
 ) -> None:
     pair = make_pair(tmp_path, experts, Kind.Q8_0)
-    loaded = load_grouped(pair.directory, torch.float32, "eager", is_kept=True).eval()
+    loaded = load_grouped(pair.directory, torch.float32, is_kept=True).eval()
     cpu.pack_grouped(loaded, library)
     with torch.inference_mode():
         found = loaded(TEXT).logits[0]

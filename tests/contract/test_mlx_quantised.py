@@ -44,7 +44,7 @@ def write(kind: str, folder: Path) -> tuple[TinyModel, torch.Tensor]:
     else:
         config = LlamaConfig(**WIDE, tie_word_embeddings=True)
         directory = write_grouped(folder, config, {"up_proj": 5, "down_proj": 6, "embed_tokens": 8})
-        model = load_grouped(directory, torch.float32, "sdpa", is_kept=False).eval()
+        model = load_grouped(directory, torch.float32, is_kept=False).eval()
     with torch.inference_mode():
         logits = model(torch.tensor([TEXT])).logits[0]
     return TinyModel(directory, spec_of(directory, block_tokens=8)), logits

@@ -5,11 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from semantic.adapters.outbound.backends.torch.attention import (
-    ChunkSpan,
-    TorchSequence,
-    packed_attention,
-)
+from semantic.adapters.outbound.backends.torch.attention import packed_attention
+from semantic.adapters.outbound.backends.torch.kv.sequences import ChunkSpan, TorchSequence
 from semantic.ports.backend import Chunk, SequenceId
 
 pytestmark = pytest.mark.contract
@@ -19,9 +16,8 @@ SCALING = 0.3
 
 
 def _sequence(num_computed: int, capacity: int) -> TorchSequence:
-    sequence = TorchSequence([0] * capacity, num_computed)
-    sequence.keys, sequence.values = torch.randn(2, 1, NUM_KV_HEADS, capacity, DIM)
-    return sequence
+    keys, values = torch.randn(2, 1, NUM_KV_HEADS, capacity, DIM)
+    return TorchSequence([0] * capacity, num_computed, buffers=[(keys, values)])
 
 
 def _by_formula(
@@ -31,7 +27,7 @@ def _by_formula(
     groups = NUM_HEADS // NUM_KV_HEADS
     keys, values = (
         buffer[0, :, : span.end].double().repeat_interleave(groups, dim=0)
-        for buffer in (span.sequence.keys, span.sequence.values)
+        for buffer in span.sequence.buffers[0]
     )
     scores = query[0, :, span.place].double() @ keys.transpose(1, 2) * SCALING
     ends = torch.arange(span.sequence.length, span.end)[:, None]

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BloomConfig, LlamaConfig, OPTConfig
+from transformers import (
+    BertConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MiniMaxConfig,
+    OPTConfig,
+    ViTConfig,
+)
 
 from semantic.adapters.outbound.backends.fake import FakeBackend, fake_spec
 from semantic.adapters.outbound.backends.torch.attention import packed_attention
@@ -23,7 +30,6 @@ from tests.contract.models import (
     TinyModel,
     library_logprobs,
     write_model,
-    write_weights,
 )
 from tests.number_formats import HAS_BFLOAT16
 
@@ -124,21 +130,16 @@ def test_payloads_of_fakes_with_other_layers_are_refused() -> None:
     assert not _is_loaded(FakeBackend(fake_spec(window=5)), FakeBackend(window))
 
 
-# -- models it cannot run -----------------------------------------------------------------------
+# -- geometry, and models it cannot run ----------------------------------------------------------
 
 
-def test_recurrent_layers_are_refused(tiny_model: GetModel) -> None:
-    model = tiny_model("llama")
-    spec = replace(model.spec, layers=(LayerSpec(LayerKind.STATE, state_elements=4),))
-    with pytest.raises(InvalidRequestError, match="recurrent"):
-        TorchBackend(model.directory, spec)
-
-
-def test_a_geometry_that_is_not_the_models_is_refused(tiny_model: GetModel) -> None:
-    model = tiny_model("llama")
-    layer = LayerSpec(LayerKind.FULL, num_kv_heads=2, key_dim=16, value_dim=16)
-    with pytest.raises(InvalidRequestError, match="cannot run llama"):
-        TorchBackend(model.directory, replace(model.spec, layers=(layer, layer)))
+def test_the_geometry_is_that_of_the_librarys_cache(tiny_model: GetModel) -> None:
+    model = tiny_model("gemma3")
+    for layers in ((), (LayerSpec(LayerKind.STATE, state_elements=4),)):
+        backend = _float32(replace(model, spec=replace(model.spec, layers=layers)))
+        assert backend.spec == model.spec
+        # KV cache of another geometry than the config's has an ABI of its own.
+        assert backend.traits.kv_abi != _float32(model).traits.kv_abi
 
 
 @pytest.mark.parametrize("option", ["indices", "position_bias"])
@@ -150,30 +151,62 @@ def test_attention_it_does_not_compute_is_refused(option: str) -> None:
         packed_attention(None, tensor, tensor, tensor, tensor, spans=[])
 
 
-def test_layers_of_another_type_are_refused(tiny_model: GetModel, tmp_path: Path) -> None:
-    config = LlamaConfig(**SIZES)
+def test_a_model_with_chunked_attention_runs_each_sequence_alone(tmp_path: Path) -> None:
+    config = Llama4TextConfig(
+        **SIZES,
+        attention_chunk_size=12,
+        intermediate_size_mlp=48,
+        num_local_experts=2,
+        layer_types=["chunked_attention", "full_attention"],
+    )
     model = write_model(tmp_path, config)
-    written = json.loads((tmp_path / "config.json").read_text())
-    written["layer_types"] = ["full_attention", "chunked_attention"]
-    (tmp_path / "config.json").write_text(json.dumps(written))
-    with pytest.raises(InvalidRequestError, match="chunked_attention"):
-        _float32(model)
-    assert tiny_model("llama").spec == model.spec
+    backend, tokens = _float32(model), prompt(60)
+    assert backend.traits.max_draft == 0
+    check_logprobs(backend, tokens, library_logprobs(model, tokens), 1e-4)
 
 
-def test_models_with_their_own_attention_are_refused(tmp_path: Path) -> None:
-    write_weights(tmp_path, BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4))
-    layer = LayerSpec(LayerKind.FULL, num_kv_heads=4, key_dim=8, value_dim=8)
-    spec = ModelCacheSpec("bloom", (layer, layer), vocab_size=96, max_context=512)
-    with pytest.raises(InvalidRequestError, match="attention interface"):
+def test_a_cache_that_cannot_be_restored_is_refused(tmp_path: Path) -> None:
+    config = MiniMaxConfig(**SIZES, num_local_experts=2, block_size=8)
+    with pytest.raises(InvalidRequestError, match=r"cache interface.*--backend mlx"):
+        _float32(write_model(tmp_path, config))
+
+
+def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+    config = BertConfig(**SIZES)
+    with pytest.raises(InvalidRequestError, match="how a prompt is divided"):
+        _float32(write_model(tmp_path, config))
+
+
+def test_a_type_that_does_not_generate_text_is_refused(tmp_path: Path) -> None:
+    ViTConfig(hidden_size=32).save_pretrained(tmp_path)
+    spec = ModelCacheSpec("vit", (), vocab_size=0, max_context=512)
+    with pytest.raises(InvalidRequestError, match="causal language model"):
         TorchBackend(tmp_path, spec)
 
 
-def test_rotary_embeddings_that_depend_on_neighbours_are_refused(tmp_path: Path) -> None:
-    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
-    model = write_model(tmp_path, LlamaConfig(**SIZES, rope_parameters=scaling))
-    with pytest.raises(InvalidRequestError, match="rotary"):
+def test_errors_of_the_library_are_not_shown(tmp_path: Path) -> None:
+    model = write_model(tmp_path, LlamaConfig(**SIZES))
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**written, "hidden_act": "no such"}))
+    with pytest.raises(InvalidRequestError, match=r"fails to load it \(KeyError; the log"):
         _float32(model)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_the_context_ends_where_the_rotary_embedding_would_change(
+    tmp_path: Path, rope_type: str
+) -> None:
+    scaling = {
+        "rope_type": rope_type,
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        **({"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if "long" in rope_type else {}),
+    }
+    model = write_model(tmp_path, LlamaConfig(**SIZES, rope_parameters=scaling))
+    backend, tokens = _float32(model), prompt(60)
+    assert backend.spec.max_context == 64 < model.spec.max_context
+    check_logprobs(backend, tokens, library_logprobs(model, tokens), 1e-4)
 
 
 # -- a step that fails --------------------------------------------------------------------------

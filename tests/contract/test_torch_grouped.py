@@ -157,7 +157,7 @@ def test_linears_of_different_bits_are_not_joined() -> None:
 def test_full_weights_are_the_files_expanded(config: object, tmp_path: Path) -> None:
     """The same as the library computes with a file that was never quantised."""
     directory = write_grouped(tmp_path / "packed", config, {"down_proj": 8, "embed_tokens": 8})
-    model = load_grouped(directory, torch.float32, "sdpa", is_kept=False).eval()
+    model = load_grouped(directory, torch.float32, is_kept=False).eval()
     model.save_pretrained(tmp_path / "plain")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", attn_implementation="sdpa")
     tokens = torch.tensor([prompt(20)])
@@ -170,9 +170,9 @@ def test_a_kept_model_computes_nearly_the_same_and_alike_in_a_batch(
     native: NativeBuild, library: Library, config: object, tmp_path: Path
 ) -> None:
     directory = write_grouped(tmp_path, config, {"down_proj": 8, "embed_tokens": 8, "lm_head": 8})
-    kept = load_grouped(directory, torch.float32, "sdpa", is_kept=True).eval()
+    kept = load_grouped(directory, torch.float32, is_kept=True).eval()
     cpu.pack_grouped(kept, library)
-    full = load_grouped(directory, torch.float32, "sdpa", is_kept=False).eval()
+    full = load_grouped(directory, torch.float32, is_kept=False).eval()
     tokens = torch.tensor([prompt(20)])
     with torch.inference_mode():
         expected, found = full(tokens).logits, kept(tokens).logits
@@ -233,7 +233,7 @@ def test_modules_that_are_not_quantised_stay(tmp_path: Path) -> None:
         del tensors[f"{name}.{end}"]
     weight = torch.randn(64, 64)
     save_file({**tensors, f"{name}.weight": weight}, file, {"format": "pt"})
-    model = load_grouped(directory, torch.float32, "sdpa", is_kept=True)
+    model = load_grouped(directory, torch.float32, is_kept=True)
     linear = model.get_submodule(name)
     assert type(linear) is nn.Linear
     assert torch.equal(linear.weight, weight)

@@ -23,7 +23,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from semantic.adapters.outbound.backends.torch.attention import ChunkSpan, TorchSequence
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.cpu import Weights
 from semantic.adapters.outbound.backends.torch.grouped import (
@@ -31,6 +30,7 @@ from semantic.adapters.outbound.backends.torch.grouped import (
     GroupedLinear,
     GroupedWeight,
 )
+from semantic.adapters.outbound.backends.torch.kv.sequences import ChunkSpan, TorchSequence
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions, load_model, make_plan
 from semantic.adapters.outbound.backends.torch.native.library import (
     Library,
@@ -205,7 +205,7 @@ def test_models_built_from_files_equal_the_librarys(
     spec, models = spec_of(tmp_path), []
     plan = make_plan(tmp_path, TorchOptions("float32", native=native))
     for library in (plan.library, None):
-        model, _ = load_model(tmp_path, spec, replace(plan, library=library))
+        model = load_model(tmp_path, spec, replace(plan, library=library)).model
         models.append(model)
     assert [isinstance(model, PlainModel) for model in models] == [True, False]
     tokens = tuple(prompt(50))
@@ -217,7 +217,7 @@ def _logits(model: Any, spec: ModelCacheSpec, tokens: tuple[int, ...]) -> torch.
     """Of all tokens of a prompt, by the model's own code."""
     layer, sequence = spec.layers[0], TorchSequence(list(tokens))
     size = (spec.num_layers, layer.num_kv_heads, len(tokens), layer.key_dim)
-    sequence.keys, sequence.values = torch.empty(size), torch.empty(size)
+    sequence.buffers = [(torch.empty(size), torch.empty(size))]
     span = ChunkSpan(Chunk(SequenceId(0), 0, tokens), sequence, tokens, 0)
     span.make_views()
     places = torch.arange(len(tokens))

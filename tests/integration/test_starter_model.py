@@ -24,7 +24,7 @@ def tokenizer(starter_model_dir: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def model(starter_model_dir: Path) -> Iterator[Any]:
-    loaded = load_grouped(starter_model_dir, torch.float32, "sdpa", is_kept=False)
+    loaded = load_grouped(starter_model_dir, torch.float32, is_kept=False)
     with torch.inference_mode():
         yield loaded.eval()
 

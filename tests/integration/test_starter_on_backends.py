@@ -53,7 +53,7 @@ def make_backend(directory: Path, options: TorchOptions) -> TorchBackend:
 def library(starter_model_dir: Path, backend: TorchBackend) -> Any:
     assert backend.traits.compute is not None
     dtype = getattr(torch, backend.traits.compute.dtype)
-    return load_grouped(starter_model_dir, dtype, "sdpa", is_kept=False).eval()
+    return load_grouped(starter_model_dir, dtype, is_kept=False).eval()
 
 
 def prompt_of(tokenizer: HFTokenizer, question: str) -> list[int]:
@@ -124,7 +124,7 @@ def test_log_probabilities_are_closer_to_float32_than_the_librarys(
     """Both in bfloat16, whichever format this CPU would choose by itself."""
     backend = make_backend(starter_model_dir, TorchOptions(dtype="bfloat16", weights="full"))
     exact, rounding = (
-        load_grouped(starter_model_dir, dtype, "sdpa", is_kept=False).eval()
+        load_grouped(starter_model_dir, dtype, is_kept=False).eval()
         for dtype in (torch.float32, torch.bfloat16)
     )
     ours, librarys = [], []

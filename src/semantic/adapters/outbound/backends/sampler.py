@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from semantic.domain.errors import BackendError
+from semantic.domain.errors import BackendError, InvalidRequestError
 from semantic.domain.sampling import SamplingParams, TokenLogprob, uniform
 from semantic.ports.backend import Draw
 
@@ -58,6 +58,19 @@ def score(logits: Logits, targets: Sequence[int], num_top: int) -> tuple[TokenLo
 def _require_finite(logits: Logits) -> None:
     if not np.isfinite(logits.max()):
         raise BackendError(NOT_FINITE)
+
+
+def check_draw(draw: Draw, vocab_size: int) -> None:
+    """Reject parameters that no logits could satisfy.
+
+    Raises:
+        InvalidRequestError: the mask allows no token, or there is no seed to sample with.
+    """
+    allowed = draw.allowed
+    if allowed is not None and not int.from_bytes(allowed, "little") & ((1 << vocab_size) - 1):
+        raise InvalidRequestError("the grammar or mask allows no token")
+    if draw.params.seed is None and not draw.params.is_greedy:
+        raise InvalidRequestError("sampling with a temperature requires a seed")
 
 
 def _adjust(logits: Logits, draw: Draw, known: Sequence[int], position: int) -> Logits:

@@ -27,7 +27,7 @@ from semantic.adapters.outbound.backends.mlx.loading import MlxModel, MlxOptions
 from semantic.adapters.outbound.backends.mlx.payloads import SnapshotTicket
 from semantic.adapters.outbound.backends.mlx.rows import PendingRow
 from semantic.adapters.outbound.backends.mlx.runner import MlxRunner
-from semantic.adapters.outbound.backends.mlx.sampling import check_draw
+from semantic.adapters.outbound.backends.sampler import check_draw
 from semantic.domain.errors import BackendError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (

@@ -12,7 +12,7 @@ import numpy as np
 
 from semantic.adapters.outbound.backends.mlx.caches import Array
 from semantic.adapters.outbound.backends.sampler import NOT_FINITE, sample
-from semantic.domain.errors import BackendError, InvalidRequestError
+from semantic.domain.errors import BackendError
 from semantic.domain.sampling import SamplingParams, TokenLogprob, uniform
 from semantic.ports.backend import Draw, RowFailed, Sampled, SequenceId
 
@@ -125,19 +125,6 @@ def is_drawn_on_device(draw: Draw) -> bool:
         return False
     is_filtered = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
     return params.top_logprobs is None and (params.is_greedy or not is_filtered)
-
-
-def check_draw(draw: Draw, vocab_size: int) -> None:
-    """Reject parameters that no logits could satisfy.
-
-    Raises:
-        InvalidRequestError: the mask allows no token, or there is no seed to sample with.
-    """
-    allowed = draw.allowed
-    if allowed is not None and not int.from_bytes(allowed, "little") & ((1 << vocab_size) - 1):
-        raise InvalidRequestError("the grammar or mask allows no token")
-    if draw.params.seed is None and not draw.params.is_greedy:
-        raise InvalidRequestError("sampling with a temperature requires a seed")
 
 
 def draw_rows(logits: Array, rows: Sequence[PendingToken]) -> list[Array]:

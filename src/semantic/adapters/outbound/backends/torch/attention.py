@@ -6,85 +6,21 @@ full attention, sliding windows, attention sinks (GPT-OSS) and capped scores (Ge
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from semantic.adapters.outbound.backends.torch.kv.sequences import ChunkSpan
 from semantic.domain.errors import BackendError
-from semantic.ports.backend import Chunk
 
 ATTENTION_NAME = "semantic_packed"
 _UNSUPPORTED_OPTIONS = ("indices", "position_bias")
 # With more keys, on a CPU, two calls without a mask are faster than one with it.
 _MIN_KEYS_BEFORE = 2048
 _MAX_FOLDED_QUERIES = 16
-
-
-@dataclass(slots=True)
-class TorchSequence:
-    """A sequence's tokens, and their keys and values: ``[layers, heads, capacity, dim]`` each."""
-
-    known: list[int]
-    length: int = 0
-    window_start: int = 0
-    last_sampled: int | None = None
-    keys: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    values: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[2] if self.keys.dim() == 4 else 0
-
-    @property
-    def has_state(self) -> bool:
-        """Always true: the backend rejects models with recurrent layers."""
-        return True
-
-    def copy_state(self, source: "TorchSequence", num_tokens: int) -> None:
-        """Copy another sequence's first tokens; the buffers must have room."""
-        if num_tokens:
-            self.keys[:, :, :num_tokens] = source.keys[:, :, :num_tokens]
-            self.values[:, :, :num_tokens] = source.values[:, :, :num_tokens]
-
-
-@dataclass(slots=True)
-class ChunkSpan:
-    """A chunk's tokens and their place in the packed row.
-
-    Attributes:
-        end: The sequence's length after the step.
-        keys: Each layer's keys up to `end`, including room for the chunk's; `values` likewise.
-            `make_views` sets these and the following attributes.
-        new_keys: The chunk's part of `keys`; `new_values` likewise.
-    """
-
-    chunk: Chunk
-    sequence: TorchSequence
-    tokens: tuple[int, ...]
-    offset: int
-    end: int = field(init=False)
-    place: slice = field(init=False)
-    keys: Sequence[torch.Tensor] = field(init=False)
-    values: Sequence[torch.Tensor] = field(init=False)
-    new_keys: Sequence[torch.Tensor] = field(init=False)
-    new_values: Sequence[torch.Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.end = self.sequence.length + len(self.tokens)
-        self.place = slice(self.offset, self.offset + len(self.tokens))
-
-    def make_views(self) -> None:
-        """Create views of the buffers, which must have room for the chunk."""
-        # All layers' views at once: creating them one by one takes as long as attention itself.
-        start = self.sequence.length
-        keys = self.sequence.keys[:, None, :, : self.end]
-        values = self.sequence.values[:, None, :, : self.end]
-        self.keys, self.values = keys.unbind(), values.unbind()
-        self.new_keys = keys[:, :, :, start:].unbind()
-        self.new_values = values[:, :, :, start:].unbind()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,16 @@
 """Runs Hugging Face causal language models with PyTorch.
 
-The modelling code is that of transformers, or of `plain` for model families that run in C. Both
-call `packed_attention`: all chunks of a step are packed into one row without padding, and the
-function appends each sequence's keys and values to that sequence's buffers and attends within it
-only.
+The modelling code is that of transformers, or of `plain` for model families that run in C. Where
+the model allows it, all chunks of a step are packed into one row without padding; see `forward`.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 import torch
 
@@ -27,21 +23,27 @@ from semantic.adapters.outbound.backends.common import (
     verify,
 )
 from semantic.adapters.outbound.backends.pinned import shared_memory
-from semantic.adapters.outbound.backends.sampler import NOT_FINITE, Logits, sample
+from semantic.adapters.outbound.backends.sampler import NOT_FINITE, Logits, check_draw, sample
 from semantic.adapters.outbound.backends.torch import loading as torch_loading
-from semantic.adapters.outbound.backends.torch.attention import ChunkSpan, TorchSequence
-from semantic.adapters.outbound.backends.torch.copies import DeviceCopies
 from semantic.adapters.outbound.backends.torch.decoding import Decoder
+from semantic.adapters.outbound.backends.torch.forward import LibraryForward
+from semantic.adapters.outbound.backends.torch.kv.copies import DeviceCopies
+from semantic.adapters.outbound.backends.torch.kv.payloads import Payloads, write_piece
+from semantic.adapters.outbound.backends.torch.kv.sequences import (
+    ChunkSpan,
+    KVLayout,
+    TorchSequence,
+    capacity_for,
+)
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.backends.torch.threads import ThreadCount
-from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
+from semantic.domain.errors import BackendError, InvalidRequestError
 from semantic.domain.sampling import TokenLogprob
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
     Chunk,
     Computed,
     DeviceMemory,
-    HostBuffer,
     KVPayload,
     Row,
     RowFailed,
@@ -52,13 +54,9 @@ from semantic.ports.backend import (
     Traits,
 )
 
-Bits: TypeAlias = npt.NDArray[np.integer[Any]]
-_BITS = {2: np.int16, 4: np.int32}
 _PURGE_S, _PURGE_BYTES = 0.15, 32 * 2**20
 _MAX_DRAFT = 16
 _COLLECTED_AFTER, _COLLECTED_BYTES = 12_000, 4096
-_GROWTH = 256  # a sequence's buffers grow by this many tokens
-_LARGE_BYTES = 2 * 2**20  # larger buffers get separate (huge) pages
 _MAX_DIFFERENCE = 2e-3  # largest relative difference between decoder and model
 
 _log = structlog.get_logger()
@@ -80,23 +78,27 @@ class TorchBackend(EagerBackend[TorchSequence]):
         torch.set_num_threads(num_threads)
         plan = torch_loading.make_plan(directory, options)
         self._device, self._dtype = plan.device, plan.dtype
-        self._model: Any
-        self._model, decoder = torch_loading.load_model(directory, spec, plan)
+        loaded = torch_loading.load_model(directory, spec, plan)
+        self._model: Any = loaded.model
+        self._runner = loaded.forward
+        self._caches = self._runner.caches if isinstance(self._runner, LibraryForward) else None
         self._decoder: Decoder | None = None
-        layer = spec.layers[0]
-        self._layers = {kind: _layers_of(kind, spec) for kind in spec.kinds}
-        self._shape = (spec.num_layers, layer.num_kv_heads)
-        self._dims = (layer.key_dim, layer.value_dim)
-        abi, compute = f"torch.v1.{plan.number_format}", torch_loading.describe(plan)
-        traits = Traits(0, abi, self._dtype.itemsize * 8, compute, _MAX_DRAFT)
-        super().__init__(spec, traits, TorchSequence)
-        self._copies: DeviceCopies | None = None
+        self._layout = KVLayout(loaded.spec.layers)
+        self._state_bytes = sum(array.nbytes for array in loaded.states)
+        self._payloads = Payloads(self._layout, loaded.states, self._dtype)
+        traits = Traits(
+            0,
+            f"torch.v1.{plan.number_format}{loaded.spec.layout_tag(spec)}",
+            self._dtype.itemsize * 8,
+            torch_loading.describe(plan),
+            0 if self._caches else _MAX_DRAFT,
+        )
+        super().__init__(loaded.spec, traits, TorchSequence)
         self._in_transfer: list[Sequence[KVPayload]] = []
         if self._device.type == "cuda":
             self._pin(options.pinned_bytes)
-        self._check_model()
-        if decoder is not None:
-            self._check_decoder(decoder)
+        if loaded.decoder is not None:
+            self._check_decoder(loaded.decoder)
         # The decoder's threads share the work of those without a core; PyTorch's do not.
         is_adapted = self._device.type == "cpu" and self._decoder is None
         self._threads = ThreadCount(num_threads) if is_adapted else None
@@ -105,26 +107,31 @@ class TorchBackend(EagerBackend[TorchSequence]):
         memory = shared_memory(num_bytes) if num_bytes else None
         if memory is not None:
             memory.pin_rest()
-            self._copies = DeviceCopies(memory, self._device)
+            self._payloads.copies = DeviceCopies(memory, self._device)
         host_memory.use_device_memory(None if memory is None else memory.allocate)
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         sequence, by_kind = self._sequences[seq], self._sort_parts(seq, parts, end)
-        contents = [(part, self._arrays(part)) for part in (*by_kind.full, *by_kind.window)]
+        parts_read = [self._payloads.read(part) for part in (*by_kind.full, *by_kind.window)]
+        states = None
+        if by_kind.state is not None:
+            states = self._payloads.read_states(by_kind.state, self._device)
         self._grow(sequence, end)
         if self._device.type != "cpu":
             self._in_transfer.append(parts)  # the device still reads them
         try:
-            for part, (keys, values) in contents:
-                self._put(sequence.keys, keys, part, end)
-                self._put(sequence.values, values, part, end)
+            for piece in (piece for pieces in parts_read for piece in pieces):
+                write_piece(sequence, piece, end)
         except RuntimeError as error:
             raise BackendError(f"copying KV cache to the device failed: {error}") from error
         if end > sequence.length:
             sequence.length, sequence.last_sampled = end, None
-            sequence.window_start = end
+            sequence.window_start, sequence.has_state = end, not self._has_state
         if by_kind.window:
             sequence.window_start = by_kind.window[0].start
+        if states is not None and self._caches is not None:
+            self._caches.set_states(sequence, states)
+            sequence.has_state = True
 
     def launch(self, step: Step) -> Ticket:
         if self._threads is not None and self._threads.adapt():
@@ -142,6 +149,8 @@ class TorchBackend(EagerBackend[TorchSequence]):
             if isinstance(entry, ChunkSpan):
                 num_rows = _num_logits(entry.chunk)
                 rows.append(_finish(entry, logits[:num_rows]))
+                if self._has_state and isinstance(rows[-1], RowFailed):
+                    entry.sequence.has_state = False  # the state is that after the chunk
                 logits = logits[num_rows:]
             else:
                 rows.append(entry)
@@ -153,8 +162,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
             raise InvalidRequestError(span.reason, param="input")
         try:
             with torch.inference_mode():
-                output = self._model.base_model(**self._inputs([span]))
-                sums: list[float] = output.last_hidden_state[0].float().sum(dim=0).tolist()
+                sums: list[float] = self._runner.hidden(span).float().sum(dim=0).tolist()
         except (RuntimeError, IndexError) as error:
             raise BackendError(f"the device failed: {error}") from error
         _finish(span, np.empty((0, 0), np.float32))
@@ -163,21 +171,20 @@ class TorchBackend(EagerBackend[TorchSequence]):
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
         sequence = self._sequences[seq]
         start = self._snapshot_start(sequence, start, end, kind)
-        layers = self._layers[kind]
-        buffers = (
-            self._host_buffer("keys", sequence.keys[layers, :, start:end]),
-            self._host_buffer("values", sequence.values[layers, :, start:end]),
-        )
+        if kind is LayerKind.STATE and self._caches is not None:
+            buffers = self._payloads.copy_states(self._caches.states(sequence))
+        else:
+            buffers = self._payloads.copy_out(sequence, start, end, kind)
         return PayloadTicket(KVPayload(self._traits.kv_abi, kind, start, end, buffers))
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
         # Buffers grow in steps, and window layers keep every token, too.
-        per_token = math.prod(self._shape) * sum(self._dims) * self._dtype.itemsize
-        return sum(_capacity(length) * per_token for length in lengths)
+        per_token = self._layout.elements_per_token * self._dtype.itemsize
+        return sum(capacity_for(n) * per_token + self._state_bytes for n in lengths if n)
 
     def memory(self) -> int:
-        tensors = [t for s in self._sequences.values() for t in (s.keys, s.values)]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        sequences = self._sequences.values()
+        return sum(s.nbytes + (self._state_bytes if s.cache is not None else 0) for s in sequences)
 
     def device_memory(self) -> DeviceMemory | None:
         if self._device.type != "cuda":
@@ -188,8 +195,9 @@ class TorchBackend(EagerBackend[TorchSequence]):
     def shutdown(self) -> None:
         self._sequences.clear()
         self._model = self._decoder = None
-        if self._copies is not None:
-            self._copies.finish()
+        del self._runner, self._caches
+        if self._payloads.copies is not None:
+            self._payloads.copies.finish()
         host_memory.collect_and_trim()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -211,6 +219,8 @@ class TorchBackend(EagerBackend[TorchSequence]):
             nonlocal offset
             sequence = self._sequence_of(chunk)
             tokens = (*self._tokens_of(chunk, sequence.last_sampled), *chunk.draft)
+            if self._has_state and chunk.draw is not None:
+                check_draw(chunk.draw, self._spec.vocab_size)  # the state cannot be taken back
             self._grow(sequence, sequence.length + len(tokens))
             offset += len(tokens)
             return ChunkSpan(chunk, sequence, tokens, offset - len(tokens))
@@ -230,43 +240,19 @@ class TorchBackend(EagerBackend[TorchSequence]):
             for span in spans
             for place in range(span.place.stop - _num_logits(span.chunk), span.place.stop)
         ]
-        forward = self._forward_by_library if self._decoder is None else self._decoder.step
+        forward = self._runner.step if self._decoder is None else self._decoder.step
         return forward(spans, last)
-
-    def _forward_by_library(self, spans: Sequence[ChunkSpan], last: Sequence[int]) -> Logits:
-        with torch.inference_mode():
-            output = self._model(
-                **self._inputs(spans), logits_to_keep=torch.tensor([*last], device=self._device)
-            )
-            logits: Logits = output.logits[0].float().cpu().numpy()
-        return logits
-
-    def _inputs(self, spans: Sequence[ChunkSpan]) -> dict[str, Any]:
-        for span in spans:
-            span.make_views()
-        packed = [token for span in spans for token in span.tokens]
-        positions = [place for span in spans for place in range(span.sequence.length, span.end)]
-        return {
-            "input_ids": torch.tensor([packed], device=self._device),
-            "position_ids": torch.tensor([positions], device=self._device),
-            "use_cache": False,
-            "spans": spans,
-        }
 
     def _grow(self, sequence: TorchSequence, length: int) -> None:
         """Make room for `length` tokens, and for all known tokens of the sequence."""
-        if length <= sequence.capacity:
+        if length <= sequence.capacity or not self._layout.shapes:
             return
-        layers, heads = self._shape
-        capacity = _capacity(max(length, len(sequence.known)))
-        roomier = TorchSequence(sequence.known)
-        roomier.keys, roomier.values = (
-            _allocate_kv((layers, heads, capacity, dim), self._dtype, self._device)
-            for dim in self._dims
-        )
+        num_tokens = max(length, len(sequence.known))
+        buffers = self._layout.allocate(num_tokens, self._dtype, self._device)
+        roomier = TorchSequence(sequence.known, buffers=buffers)
         if sequence.capacity:
-            roomier.copy_state(sequence, sequence.length)
-        sequence.keys, sequence.values = roomier.keys, roomier.values
+            roomier.copy_buffers(sequence, sequence.length)
+        sequence.buffers = roomier.buffers
 
     # -- lengths --------------------------------------------------------------------------------
 
@@ -276,41 +262,31 @@ class TorchBackend(EagerBackend[TorchSequence]):
 
     def _copy(self, source: TorchSequence, target: TorchSequence, num_tokens: int) -> None:
         self._grow(target, num_tokens)
-        target.copy_state(source, num_tokens)
+        target.copy_buffers(source, num_tokens)
         target.length, target.window_start = num_tokens, source.window_start
+        target.has_state = source.has_state
+        if self._has_state and source.has_state and self._caches is not None:
+            states = [array.clone() for array in self._caches.states(source)]
+            self._caches.set_states(target, states)
 
     def _cut(self, sequence: TorchSequence, num_tokens: int) -> None:
         sequence.length, sequence.last_sampled = num_tokens, None
         if num_tokens == 0:
-            sequence.window_start = 0
+            sequence.window_start, sequence.has_state, sequence.cache = 0, True, None
 
     # -- checks ---------------------------------------------------------------------------------
-
-    def _check_model(self) -> None:
-        """Run one token, to reject a model that would fail or compute wrong results."""
-        scratch = TorchSequence([0])
-        self._grow(scratch, 1)
-        scratch.keys.fill_(torch.nan)
-        chunk = Chunk(SequenceId(0), 0, (0,))
-        try:
-            self._forward_by_library([ChunkSpan(chunk, scratch, (0,), 0)], [0])
-        except (RuntimeError, BackendError) as error:
-            raise torch_loading.refusal(self._spec, str(error)) from error
-        if scratch.keys[:, :, 0].isnan().any():
-            reason = "some of its layers do not use the attention interface of transformers"
-            raise torch_loading.refusal(self._spec, reason)
 
     def _check_decoder(self, decoder: Decoder) -> None:
         spans, random = [], torch.Generator().manual_seed(0)
         for offset, (length, tokens) in enumerate(((5, (1,)), (37, (2, 3, 0)))):
             sequence = TorchSequence([0] * length)
             self._grow(sequence, length + len(tokens))
-            for state in (sequence.keys, sequence.values):
+            for state in sequence.buffers[0]:
                 state[:, :, :length].normal_(generator=random)
             sequence.length = length
             spans.append(ChunkSpan(Chunk(SequenceId(0), length, tokens), sequence, tokens, offset))
         found = self._computed(spans, decoder.step)
-        expected = self._computed(spans, self._forward_by_library)
+        expected = self._computed(spans, self._runner.step)
         off = float((found - expected).norm() / expected.norm())
         if off < _MAX_DIFFERENCE:
             self._decoder = decoder
@@ -330,87 +306,9 @@ class TorchBackend(EagerBackend[TorchSequence]):
         states = [
             state[:, :, span.sequence.length : span.end].flatten()
             for span in spans
-            for state in (span.sequence.keys, span.sequence.values)
+            for state in span.sequence.buffers[0]
         ]
         return torch.cat([logits.flatten(), *states])
-
-    def _arrays(self, part: KVPayload) -> tuple[Bits, Bits]:
-        buffers = {buffer.name: buffer for buffer in part.buffers}
-        num_layers = sum(layer.kind is part.kind for layer in self._spec.layers)
-        keys, values = (
-            self._array(buffers.get(name), (num_layers, self._shape[1], part.end - part.start, dim))
-            for name, dim in zip(("keys", "values"), self._dims, strict=True)
-        )
-        return keys, values
-
-    def _array(self, buffer: HostBuffer | None, shape: tuple[int, ...]) -> Bits:
-        num_bytes = math.prod(shape) * self._dtype.itemsize
-        data = memoryview(b"" if buffer is None else buffer.data)
-        if buffer is None or buffer.shape != shape or data.nbytes != num_bytes:
-            raise CacheCorruptionError(f"KV cache payload has no keys or values of shape {shape}")
-        return np.frombuffer(data, _BITS[self._dtype.itemsize]).reshape(shape)
-
-    def _host_buffer(self, name: str, tensor: torch.Tensor) -> HostBuffer:
-        """Copy to the host; on CUDA with pinned memory the copy runs in the background."""
-        copy = None if self._copies is None else self._copies.copy_out(name, tensor)
-        return _host_buffer(name, tensor) if copy is None else copy
-
-    def _put(self, target: torch.Tensor, source: Bits, part: KVPayload, end: int) -> None:
-        end = min(part.end, end)
-        layers, content = self._layers[part.kind], source[:, :, : end - part.start]
-        if isinstance(layers, slice):
-            _copy(content, target[:, :, part.start : end])
-            return
-        for layer, layer_content in zip(layers, content, strict=True):
-            _copy(layer_content, target[layer, :, part.start : end])
-
-
-def _layers_of(kind: LayerKind, spec: ModelCacheSpec) -> slice | list[int]:
-    """Return the layers of a kind; if all are, as a slice, which needs no gathering."""
-    layers = [index for index, layer in enumerate(spec.layers) if layer.kind is kind]
-    return slice(None) if len(layers) == spec.num_layers else layers
-
-
-def _capacity(length: int) -> int:
-    return -(-length // _GROWTH) * _GROWTH
-
-
-def _allocate_kv(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate uninitialised KV cache memory, in huge pages where Linux provides them.
-
-    Page faults of small pages take longer than copying a restored sequence into the memory.
-    """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or num_bytes < _LARGE_BYTES:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.frombuffer(host_memory.plain_pages(num_bytes), dtype=dtype).view(shape)
-
-
-def _bits(tensor: torch.Tensor) -> Bits:
-    """View a host tensor as integers of the same size, sharing its memory."""
-    integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    bits: Bits = tensor.view(integers).numpy()
-    return bits
-
-
-def _copy(source: Bits, target: torch.Tensor) -> None:
-    """Write host data into a tensor.
-
-    On a CPU, numpy copies: torch would wake its threads for each piece and take far longer. A CUDA
-    device reads pinned memory asynchronously.
-    """
-    if target.is_cpu:
-        _bits(target)[:] = source
-    else:
-        given = source if source.flags.writeable else source.copy()
-        target.copy_(torch.from_numpy(given).view(target.dtype), non_blocking=True)
-
-
-def _host_buffer(name: str, tensor: torch.Tensor) -> HostBuffer:
-    host = tensor.cpu()
-    copied = _bits(host).copy() if host is tensor or host.is_set_to(tensor) else _bits(host)
-    data = np.ascontiguousarray(copied).reshape(-1).view(np.uint8).data
-    return HostBuffer(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), data)
 
 
 def _num_logits(chunk: Chunk) -> int:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from semantic.adapters.outbound.backends.sampler import Logits
-from semantic.adapters.outbound.backends.torch.attention import ChunkSpan
 from semantic.adapters.outbound.backends.torch.experts import Experts
 from semantic.adapters.outbound.backends.torch.grouped import AnyLinear, GroupedLinear
+from semantic.adapters.outbound.backends.torch.kv.sequences import ChunkSpan
 from semantic.adapters.outbound.backends.torch.native.library import (
     CLAMPED,
     FULL,
@@ -54,10 +54,11 @@ def can_decode(model: Any) -> bool:
     base, config = model.base_model, model.config
     if _parts(base) != _BASE_PARTS or not isinstance(model.get_output_embeddings(), AnyLinear):
         return False
-    if getattr(config, "final_logit_softcapping", None) or not _has_full_rope(base):
+    if getattr(config, "final_logit_softcapping", None):
         return False
-    activations = {_activation_name(layer.mlp) for layer in base.layers}
-    return len(activations) == 1 and all(_is_known_layer(layer) for layer in base.layers)
+    if not all(_is_known_layer(layer) for layer in base.layers) or not _has_full_rope(base):
+        return False
+    return len({_activation_name(layer.mlp) for layer in base.layers}) == 1
 
 
 def _parts(module: nn.Module) -> set[str]:
@@ -308,6 +309,7 @@ def _activation(mlp: Any) -> Activation:
 def _rows(spans: Sequence[ChunkSpan]) -> Iterator[tuple[int, int, int, int]]:
     for span in spans:
         sequence = span.sequence
-        start = (sequence.keys.data_ptr(), sequence.values.data_ptr(), sequence.capacity)
+        [(keys, values)] = sequence.buffers
+        start = (keys.data_ptr(), values.data_ptr(), sequence.capacity)
         for position in range(sequence.length, span.end):
             yield (*start, position)

@@ -15,36 +15,48 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import structlog
 import torch
 from torch import nn
 from torch.nn import functional
 
 from semantic.adapters.outbound.backends.torch import cpu
-from semantic.adapters.outbound.backends.torch.attention import ATTENTION_NAME, packed_attention
 from semantic.adapters.outbound.backends.torch.cpu import Weights
 from semantic.adapters.outbound.backends.torch.decoding import Decoder, can_decode
 from semantic.adapters.outbound.backends.torch.experts import separate_experts
+from semantic.adapters.outbound.backends.torch.forward import (
+    LIBRARY_ERRORS,
+    Forward,
+    PackedForward,
+    UnsupportedModelError,
+    choose_forward,
+)
 from semantic.adapters.outbound.backends.torch.grouped import quantise_linears
+from semantic.adapters.outbound.backends.torch.kv.geometry import StateArray, UnknownCacheError
 from semantic.adapters.outbound.backends.torch.native.library import Library
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.backends.torch.plain import read_plain
 from semantic.adapters.outbound.backends.torch.reading import (
+    auto_class,
     is_grouped,
     load_grouped,
     read_tensors,
 )
 from semantic.adapters.outbound.backends.torch.shares import Share, load_share
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.spec import Compute, ComputeHint, LayerKind, ModelCacheSpec
+from semantic.domain.spec import Compute, ComputeHint, ModelCacheSpec
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 WeightsOption = Literal["auto"] | Weights
 Device = Literal["auto", "cpu", "cuda"]
 
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Parts of multimodal models that text does not pass through.
+_OTHER_PARTS = ("vision_tower", "visual", "vision_model", "audio_tower")
 _FAR_SLOWER = 4  # a format slower by this factor is not measured further
 _MUCH_SLOWER = 2  # a format slower by this factor is not chosen, even if stored KV cache has it
+
+_log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,40 +263,86 @@ def describe(plan: TorchPlan) -> Compute:
     return Compute(device, dtype, num_threads, kernels, plan.reason, slow if plan.slow else "")
 
 
-def load_model(
-    directory: Path, spec: ModelCacheSpec, plan: TorchPlan
-) -> tuple[Any, Decoder | None]:
-    """Load a model with packed attention, and a `Decoder` if the C library can run it.
+@dataclass(frozen=True, slots=True)
+class TorchModel:
+    """A loaded model.
+
+    Attributes:
+        spec: The geometry of its KV cache, as the library keeps it.
+        states: Its recurrent arrays.
+        decoder: Runs steps in the C library, if that can run the model.
+    """
+
+    model: Any
+    spec: ModelCacheSpec
+    forward: Forward
+    states: tuple[StateArray, ...] = ()
+    decoder: Decoder | None = None
+
+
+def load_model(directory: Path, spec: ModelCacheSpec, plan: TorchPlan) -> TorchModel:
+    """Load a model, and choose how its steps run.
+
+    Args:
+        spec: As far as the config tells it.
 
     Raises:
         InvalidRequestError: this backend cannot run the model.
     """
-    if not spec.is_known:
-        raise refusal(spec, "its config does not tell the layers. Use --backend mlx.")
-    if any(layer.kind is LayerKind.STATE for layer in spec.layers):
-        raise InvalidRequestError(
-            f"{spec.model_type} has recurrent layers, which the torch backend cannot run; "
-            "use --backend mlx.",
-            param="model",
-        )
-    model = _read_plain(directory, spec, plan) or _read_by_library(directory, plan)
-    if reason := _unsupported_reason(model):
-        raise refusal(spec, reason)
+    model = _read_plain(directory, spec, plan)
+    is_plain = model is not None
+    if model is None:
+        model = _read_by_library(directory, spec, plan)
     model.to(plan.device).eval()
-    decoder = _prepare_for_cpu(model, spec, plan) if plan.device.type == "cpu" else None
-    bypass_hooks(model)
-    return model, decoder
+    is_decodable = _prepare_for_cpu(model, plan) if plan.device.type == "cpu" else False
+    if is_plain:
+        loaded = TorchModel(model, spec, PackedForward(model, plan.device))
+    else:
+        loaded = _with_forward(model, spec, plan)
+    if plan.is_packable and not is_decodable:
+        cpu.speed_up(model, plan.weights)  # its results depend on the number of rows
+    if isinstance(loaded.forward, PackedForward):
+        bypass_hooks(model)
+        if is_decodable and plan.library is not None:
+            return replace(loaded, decoder=Decoder(model, loaded.spec, plan.library))
+    return loaded
+
+
+def _with_forward(model: Any, spec: ModelCacheSpec, plan: TorchPlan) -> TorchModel:
+    try:
+        chosen = choose_forward(model, plan.device, plan.dtype)
+    except (UnsupportedModelError, UnknownCacheError) as error:
+        raise refusal(spec, str(error)) from error
+    except LIBRARY_ERRORS as error:
+        _log.warning("transformers fails to run the model", exc_info=True)
+        reason = f"transformers fails to run it ({type(error).__name__}; the log has the details)"
+        raise refusal(spec, reason) from error
+    if plan.share is not None and not isinstance(chosen.forward, PackedForward):
+        raise InvalidRequestError(
+            f"{spec.model_type} cannot be split into shards: it runs each sequence alone. "
+            "Run it without shards.",
+            param="shards",
+        )
+    spec = spec.completed(chosen.geometry.layers, chosen.vocab_size)
+    limit = _context_limit(model.config.get_text_config())
+    if limit is not None and limit < spec.max_context:
+        _log.warning(
+            "context limited: beyond this length, the rotary embedding of all tokens changes",
+            num_tokens=limit,
+        )
+        spec = replace(spec, max_context=limit)
+    return TorchModel(model, spec, chosen.forward, chosen.geometry.states)
 
 
 def _read_plain(directory: Path, spec: ModelCacheSpec, plan: TorchPlan) -> Any:
-    if plan.library is None:
+    if plan.library is None or not spec.is_known:
         return None
     tensors = dict(read_tensors(directory))
     return read_plain(_config(directory), spec, tensors, plan.dtype, is_kept=plan.is_kept)
 
 
-def _read_by_library(directory: Path, plan: TorchPlan) -> Any:
-    from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
+def _read_by_library(directory: Path, spec: ModelCacheSpec, plan: TorchPlan) -> Any:
+    from transformers import CONFIG_MAPPING
     from transformers.utils.logging import disable_progress_bar
 
     model_type = _config(directory).get("model_type")
@@ -297,55 +355,72 @@ def _read_by_library(directory: Path, plan: TorchPlan) -> Any:
         )
     if not sys.stderr.isatty():
         disable_progress_bar()
-    AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    if plan.share is not None:
-        return load_share(directory, plan.dtype, ATTENTION_NAME, plan.share)
-    if _is_grouped(directory):
-        return load_grouped(directory, plan.dtype, ATTENTION_NAME, is_kept=plan.is_kept)
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=plan.dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
+    try:
+        if plan.share is not None:
+            return load_share(directory, plan.dtype, plan.share)
+        if _is_grouped(directory):
+            return load_grouped(directory, plan.dtype, is_kept=plan.is_kept)
+        return _read_full(directory, plan.dtype)
+    except (OSError, *LIBRARY_ERRORS) as error:
+        _log.warning("transformers fails to load the model", exc_info=True)
+        reason = f"transformers fails to load it ({type(error).__name__}; the log has the details)"
+        raise refusal(spec, reason) from error
+
+
+def _read_full(directory: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    model, report = auto_class(config).from_pretrained(
+        directory, dtype=dtype, local_files_only=True, output_loading_info=True
     )
+    if missing := sorted(report["missing_keys"]):  # the library makes them up
+        raise InvalidRequestError(
+            f"the model's files have no weights for {missing[0]}; download the model again, or use "
+            "another one",
+            param="model",
+        )
+    for name in _OTHER_PARTS:
+        if getattr(model.base_model, name, None) is not None:
+            setattr(model.base_model, name, None)
+    return model
 
 
-def _prepare_for_cpu(model: Any, spec: ModelCacheSpec, plan: TorchPlan) -> Decoder | None:
+def _prepare_for_cpu(model: Any, plan: TorchPlan) -> bool:
+    """Replace modules by faster ones; returns whether the C library can run whole steps."""
     if plan.library is not None:
         separate_experts(model)
     if plan.weights != "full" and plan.library is not None:
         quantise_linears(model, bits=4 if plan.weights == "int4" else 8)
     if plan.dtype == torch.bfloat16:
         cpu.reduce_rounding(model)
-    if plan.library is not None and can_decode(model):
-        cpu.pack_grouped(model, plan.library, is_merged=False)
-        return Decoder(model, spec, plan.library)
-    cpu.pack_grouped(model, plan.library)
-    if plan.is_packable:
-        cpu.speed_up(model, plan.weights)
-    return None
+    is_decodable = plan.library is not None and can_decode(model)
+    cpu.pack_grouped(model, plan.library, is_merged=not is_decodable)
+    return is_decodable
 
 
 def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:
     """Build the error for a model that this backend cannot run."""
     return InvalidRequestError(
-        f"the torch backend cannot run {spec.model_type}: {reason}", param="model"
+        f"the torch backend cannot run {spec.model_type}: {reason}. Use --backend mlx or another "
+        "model.",
+        param="model",
     )
 
 
-def _unsupported_reason(model: Any) -> str | None:
-    """Return why the model's results would be wrong; None if they are right."""
-    if getattr(model, "_is_stateful", False):
-        return "it keeps state outside attention; use --backend mlx"
-    others = set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES
-    if others:
-        return f"it has layers of type {', '.join(sorted(others))}"
-    if _rope_types(model.config) & _LENGTH_DEPENDENT_ROPE:
-        return "its rotary embedding depends on the longest sequence of a step"
-    return None
+def _context_limit(config: Any) -> int | None:
+    """Return the length up to which the rotary embedding of a token depends on its position alone.
 
-
-def _rope_types(config: Any) -> set[str]:
+    Beyond it, some types embed all tokens in another way, also those that are already cached.
+    """
     parameters = getattr(config, "rope_parameters", None) or {}
-    per_layer_type = [entry for entry in parameters.values() if isinstance(entry, dict)]
-    return {str(entry.get("rope_type")) for entry in (parameters, *per_layer_type)}
+    entries = [parameters, *(entry for entry in parameters.values() if isinstance(entry, dict))]
+    if not any(entry.get("rope_type") in _LENGTH_DEPENDENT_ROPE for entry in entries):
+        return None
+    name = "original_max_position_embeddings"
+    stated = [entry.get(name) for entry in entries] + [getattr(config, name, None)]
+    lengths = [length for length in stated if length] or [config.max_position_embeddings]
+    return int(min(lengths))
 
 
 def bypass_hooks(model: nn.Module) -> None:

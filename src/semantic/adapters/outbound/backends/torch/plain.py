@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from semantic.adapters.outbound.backends.torch.attention import ChunkSpan, packed_attention
+from semantic.adapters.outbound.backends.torch.attention import packed_attention
 from semantic.adapters.outbound.backends.torch.grouped import (
     AnyLinear,
     FixedLinear,
@@ -23,6 +23,7 @@ from semantic.adapters.outbound.backends.torch.grouped import (
     GroupedLinear,
     GroupedWeight,
 )
+from semantic.adapters.outbound.backends.torch.kv.sequences import ChunkSpan
 from semantic.adapters.outbound.backends.torch.reading import take_weights
 from semantic.domain.spec import ModelCacheSpec
 

@@ -36,13 +36,13 @@ def is_grouped(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get("quantization"), Mapping)
 
 
-def load_grouped(directory: Path, dtype: torch.dtype, attention: str, *, is_kept: bool) -> Any:
+def load_grouped(directory: Path, dtype: torch.dtype, *, is_kept: bool) -> Any:
     """Load a model with grouped weights; keep them grouped or expand them.
 
     Raises:
         InvalidRequestError: they do not have 4, 5, 6 or 8 bits, or do not match the model.
     """
-    model = empty_model(directory, dtype, attention)
+    model = empty_model(directory, dtype)
     tensors = dict(read_tensors(directory))
     for name, module in list(model.named_modules()):
         if is_stacked(module) and _experts_in_file(name, tensors) is not None:
@@ -59,16 +59,34 @@ def load_grouped(directory: Path, dtype: torch.dtype, attention: str, *, is_kept
     return model
 
 
-def empty_model(directory: Path, dtype: torch.dtype, attention: str) -> Any:
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that loads a model which generates text.
+
+    Raises:
+        InvalidRequestError: there is none.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    for auto in (AutoModelForCausalLM, AutoModelForMultimodalLM):
+        if type(config) in auto._model_mapping:
+            return auto
+    raise InvalidRequestError(
+        f"the torch backend cannot run {config.model_type}: models of this type do not generate "
+        "text token by token. Use a causal language model.",
+        param="model",
+    )
+
+
+def empty_model(directory: Path, dtype: torch.dtype) -> Any:
     """Create the transformers model with uninitialised weights, which take no memory yet."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # written by mlx-lm; transformers does not support it
     with no_init_weights():
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        return auto_class(config).from_config(config, dtype=dtype)
 
 
 def take_weights(tensors: _Tensors, name: str, num_columns: int) -> list[GroupedWeight]:

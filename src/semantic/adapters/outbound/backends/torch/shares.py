@@ -53,13 +53,13 @@ class _SummedLinear(nn.Linear):
         return product if bias is None else product + bias
 
 
-def load_share(directory: Path, dtype: torch.dtype, attention: str, share: Share) -> Any:
+def load_share(directory: Path, dtype: torch.dtype, share: Share) -> Any:
     """Load a rank's share of a model.
 
     Raises:
         InvalidRequestError: the library has no plan for the model, or its weights do not match.
     """
-    model = empty_model(directory, dtype, attention)
+    model = empty_model(directory, dtype)
     styles = _styles(model)
     slices: dict[str, tuple[slice, ...]] = {}
     for name, module in model.named_modules():

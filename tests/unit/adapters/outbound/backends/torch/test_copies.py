@@ -5,7 +5,7 @@ import pytest
 from semantic.domain.errors import CacheCorruptionError
 
 torch = pytest.importorskip("torch")
-copies = pytest.importorskip("semantic.adapters.outbound.backends.torch.copies")
+copies = pytest.importorskip("semantic.adapters.outbound.backends.torch.kv.copies")
 pinned = pytest.importorskip("semantic.adapters.outbound.backends.pinned")
 
 pytestmark = pytest.mark.unit
