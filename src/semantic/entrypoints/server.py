@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import uvicorn
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from semantic import __version__
 from semantic.adapters.config.settings import STARTER_MODEL, STARTER_NOTE, Settings
@@ -157,7 +158,7 @@ def _add_middleware(app: FastAPI, server: Server) -> None:
     """Wrap the application in its middleware; the innermost is added first."""
     settings = server.settings
     origins = settings.cors_origins or ()
-    is_from_app = from_app(settings.ollama_port) if settings.ollama else lambda _: False
+    is_from_app = from_app(settings.ollama_port) if settings.ollama else None
     app.add_middleware(
         BodyLimit,
         max_bytes=int(settings.max_body_mb * 2**20),
@@ -173,16 +174,18 @@ def _add_middleware(app: FastAPI, server: Server) -> None:
     app.add_middleware(CapacityCheck)
     app.add_middleware(AccessLog, is_body_logged=settings.log_prompts)
     app.add_middleware(ShortPaths)
-    app.add_middleware(
-        AppCors,
-        is_from_app=is_from_app,
-        allow_origins=origins,
-        allow_origin_regex=LOCAL_ORIGINS,
-        allow_methods=("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"),
-        allow_headers=("*",),
-        allow_private_network=True,
-        expose_headers=_EXPOSED_HEADERS,
-    )
+    cors: dict[str, Any] = {
+        "allow_origins": origins,
+        "allow_origin_regex": LOCAL_ORIGINS,
+        "allow_methods": ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"),
+        "allow_headers": ("*",),
+        "allow_private_network": True,
+        "expose_headers": _EXPOSED_HEADERS,
+    }
+    if is_from_app is None:
+        app.add_middleware(CORSMiddleware, **cors)
+    else:
+        app.add_middleware(AppCors, is_from_app=is_from_app, **cors)
 
 
 class _HttpServer(uvicorn.Server):

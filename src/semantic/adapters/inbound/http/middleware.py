@@ -89,7 +89,7 @@ class OriginCheck(RequestCheck):
         self,
         app: ASGIApp,
         origins: Collection[str] = (),
-        permits: Callable[[Scope], bool] = lambda _: False,
+        permits: Callable[[Scope], bool] | None = None,
     ) -> None:
         """Wrap an application.
 
@@ -103,7 +103,9 @@ class OriginCheck(RequestCheck):
 
     def refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        if scope["method"] in _READING or not self._is_foreign(headers) or self._permits(scope):
+        if scope["method"] in _READING or not self._is_foreign(headers):
+            return None
+        if self._permits is not None and self._permits(scope):
             return None
         page = headers.get("origin", "elsewhere")
         message = (
