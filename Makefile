@@ -144,16 +144,20 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
 	@$(CLIENTS)/venv/bin/pip install -q -r tests/clients/requirements.txt || $(INSTALL_FAILED)
 	@$(PYTHON) -m venv $(CLIENTS)/aider # it pins versions that are too old for the others
 	@$(CLIENTS)/aider/bin/pip install -q aider-chat==0.86.2 || $(INSTALL_FAILED)
+	@$(PYTHON) -m venv $(CLIENTS)/llm # its plugin wants a newer llm than the others
+	@$(CLIENTS)/llm/bin/pip install -q llm==0.36 llm-ollama==0.19.1 || $(INSTALL_FAILED)
 	@cp tests/clients/package.json $(CLIENTS)/
 	@npm install --silent --no-audit --no-fund --prefix $(CLIENTS) || $(INSTALL_FAILED)
 	@touch $@
 
-.PHONY: clients clients-openai
+.PHONY: clients clients-openai clients-ollama
 clients: TESTS := tests/clients/test_claude_code.py tests/clients/test_anthropic_clients.py
 clients: ## run real clients (Claude Code and others; needs npm) against the starter model
 clients-openai: TESTS := tests/clients/test_openai_clients.py tests/clients/test_launch.py
 clients-openai: ## run real OpenAI clients (Codex, opencode, pi and others; needs npm) against the starter model
-clients clients-openai: $(VENV)/.dev $(CLIENTS)/.ready
+clients-ollama: TESTS := tests/clients/test_ollama_clients.py
+clients-ollama: ## run real clients of Ollama's API (ollama, LangChain, llm; needs npm) against the starter model
+clients clients-openai clients-ollama: $(VENV)/.dev $(CLIENTS)/.ready
 	@CLIENTS_DIR=$(abspath $(CLIENTS)) $(PYTEST) $(TESTS) $(ARGS)
 
 # The harness has a Python of its own, and takes PyTorch and transformers from .venv.
