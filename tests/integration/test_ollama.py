@@ -314,7 +314,7 @@ def test_what_clients_send_by_habit_is_accepted(http: httpx.Client, fields: dict
         ("chat", {"messages": [{"role": "nobody"}]}, "messages[0].role"),
         ("chat", {"messages": HI, "model": ""}, "model is required"),
         ("generate", {"prompt": "x", "images": ["AA=="]}, "images"),
-        ("generate", {"prompt": "x", "suffix": "y"}, "suffix"),
+        ("generate", {"prompt": "x", "suffix": "y"}, "cannot fill in the middle"),
         ("generate", {"prompt": "x", "template": "y"}, "template"),
         ("generate", {"prompt": "x", "raw": True, "system": "y"}, "raw"),
         ("embed", {"input": {"a": 1}}, "input"),

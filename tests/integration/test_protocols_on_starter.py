@@ -139,6 +139,74 @@ def test_it_is_sampled_as_its_authors_advise(openai_client: openai.OpenAI) -> No
     assert (made.temperature, made.top_p) == (0.2, 0.9)
 
 
+# -- Ollama -----------------------------------------------------------------------------------
+
+
+def ask_ollama(http: httpx.Client, messages: Any, **fields: Any) -> dict[str, Any]:
+    options = {"temperature": 0, "num_predict": 24, **fields.pop("options", {})}
+    body = {"model": MODEL, "messages": messages, "stream": False, "options": options, **fields}
+    made: dict[str, Any] = http.post("/api/chat", json=body).raise_for_status().json()
+    return made
+
+
+def test_a_conversation_goes_from_ollama_to_openai_and_back(
+    http: httpx.Client, openai_client: openai.OpenAI
+) -> None:
+    said: list[Any] = [{"role": "user", "content": PARIS}]
+    first = ask_ollama(http, said, think=True)
+    assert first["message"]["thinking"]
+    said += [first["message"], {"role": "user", "content": "And of Italy?"}]
+    usual: Any = {"model": MODEL, "temperature": 0, "max_tokens": 24}
+    with_thinking: Any = {**first["message"], "reasoning_content": first["message"]["thinking"]}
+    second: Any = openai_client.chat.completions.create(
+        messages=[said[0], with_thinking, said[2]], reasoning_effort="high", **usual
+    )
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached >= first["prompt_eval_count"] + first["eval_count"] - 1
+    said += [
+        {
+            "role": "assistant",
+            "content": second.choices[0].message.content,
+            "thinking": getattr(second.choices[0].message, "reasoning_content", ""),
+        },
+        {"role": "user", "content": "And of Spain?"},
+    ]
+    third = ask_ollama(http, said, think="high")
+    assert third["cached_tokens"] >= second.usage.total_tokens - 1
+
+
+def test_a_shortened_conversation_is_answered_as_if_it_were_new(
+    http: httpx.Client, openai_client: openai.OpenAI
+) -> None:
+    said: list[Any] = [{"role": "system", "content": "Answer briefly."}]
+    for city in ("Rome", "Oslo", "Bern", "Kyiv"):
+        said += [
+            {"role": "user", "content": f"Is {city} a capital? " * 3},
+            {"role": "assistant", "content": "Yes."},
+        ]
+    said.append({"role": "user", "content": PARIS})
+    made = ask_ollama(http, said, options={"num_ctx": 120})
+    assert made["prompt_eval_count"] <= 120
+    usual: Any = {"model": MODEL, "temperature": 0, "max_tokens": 24}
+    fresh = [
+        openai_client.chat.completions.create(messages=[said[0], *said[start:]], **usual)
+        for start in range(1, len(said), 2)
+    ]
+    same: Any = [one for one in fresh if one.usage.prompt_tokens == made["prompt_eval_count"]]
+    assert [one.choices[0].message.content for one in same] == [made["message"]["content"]]
+
+
+def test_a_model_that_thinks_and_fills_in_says_so(http: httpx.Client) -> None:
+    shown = http.post("/api/show", json={"model": MODEL}).json()
+    assert shown["capabilities"] == ["completion", "tools", "thinking", "insert"]
+    assert shown["details"]["parameter_size"] == "134.52M"
+    assert shown["model_info"]["llama.context_length"] == 8192
+    body = {"model": MODEL, "prompt": "def f(", "suffix": "):", "stream": False}
+    made = http.post("/api/generate", json={**body, "options": {"num_predict": 4}}).json()
+    assert made["done"]
+    assert "context" not in made
+
+
 # -- Anthropic --------------------------------------------------------------------------------
 
 

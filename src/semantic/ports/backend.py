@@ -407,6 +407,7 @@ class ModelFacts:
         file_format: `gguf`, also after its import, or `safetensors`.
         precision: Number format of the weights, such as `BF16` or `Q4`.
         template: Source of its chat template.
+        special_tokens: Texts of its special tokens.
         modified_at: In seconds since the epoch.
         digest: 64 hexadecimal digits that change with the files.
     """
@@ -422,6 +423,7 @@ class ModelFacts:
     num_kv_heads: int = 0
     vocab_size: int = 0
     template: str = ""
+    special_tokens: tuple[str, ...] = ()
     modified_at: float = 0.0
     digest: str = "0" * 64
 

@@ -3,6 +3,8 @@
 Models that were trained for it mark both texts with special tokens.
 """
 
+from collections.abc import Collection
+
 from semantic.domain.chat import require_whole_characters
 from semantic.domain.errors import InvalidRequestError
 from semantic.ports.text import TokenizerPort
@@ -29,6 +31,15 @@ _ENDS = frozenset(
 )  # fmt: skip
 
 
+def can_fill_in(special_tokens: Collection[str]) -> bool:
+    """Whether a vocabulary has the special tokens of a family."""
+    return any(all(mark in special_tokens for mark in _marks(order)) for order in _ORDERS)
+
+
+def _marks(order: tuple[str, ...]) -> list[str]:
+    return [piece for piece in order if piece not in (_PREFIX, _SUFFIX)]
+
+
 def fill_in_tokens(before: str, after: str, tokenizer: TokenizerPort) -> tuple[int, ...]:
     """Return the prompt for the text between two texts.
 
@@ -40,7 +51,7 @@ def fill_in_tokens(before: str, after: str, tokenizer: TokenizerPort) -> tuple[i
     special = tokenizer.special_ids
     texts = {_PREFIX: before, _SUFFIX: after}
     for order in _ORDERS:
-        if all(piece in special for piece in order if piece not in texts):
+        if all(mark in special for mark in _marks(order)):
             tokens = tokenizer.encode_prompt(order[0])
             for piece in order[1:]:
                 is_text = piece in texts

@@ -10,6 +10,7 @@ from semantic.adapters.inbound.http.streaming import Json
 from semantic.adapters.inbound.ollama.events import timestamp
 from semantic.adapters.inbound.wire import Count
 from semantic.application.models.registry import ModelRegistry
+from semantic.application.prompt.fill_in import can_fill_in
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 from semantic.domain.reply_format import detect_reply_format
 from semantic.ports.backend import ModelFacts
@@ -30,7 +31,7 @@ class _Details(TypedDict):
     embedding_length: Count
 
 
-_Capability = Literal["completion", "tools", "thinking"]
+_Capability = Literal["completion", "tools", "thinking", "insert"]
 
 
 class _Model(TypedDict):
@@ -195,8 +196,13 @@ def _model_info(status: ModelStatus, facts: ModelFacts, context: int) -> Json:
 
 def _capabilities(facts: ModelFacts) -> list[_Capability]:
     """What requests may ask for; for a model without tools of its own, the prompt explains them."""
-    thinks = detect_reply_format(facts.template, ()).thinking_markers is not None
-    return ["completion", "tools", "thinking"] if thinks else ["completion", "tools"]
+    reply_format = detect_reply_format(facts.template, facts.special_tokens)
+    found: list[_Capability] = ["completion", "tools"]
+    if reply_format.thinking_markers is not None:
+        found.append("thinking")
+    if can_fill_in(facts.special_tokens):
+        found.append("insert")
+    return found
 
 
 def _shortened(number: int) -> str:

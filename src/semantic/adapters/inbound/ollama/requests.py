@@ -248,15 +248,20 @@ class GenerateRequest(_ReplyFields):
     def is_empty(self) -> bool:
         return not self.prompt
 
+    @property
+    def is_raw(self) -> bool:
+        """Whether no chat template applies."""
+        return bool(self.raw or self.suffix)
+
     def to_domain(self, model: str, hint: AgentHint, past: PastTurn | None) -> ChatRequest:
         """Translate; `past` is the turn that `context` names."""
-        refuse(self.suffix, "suffix", "suffix is not supported: models only continue a text.")
         why = "template is not supported: the server uses the model's own."
         refuse(self.template, "template", why)
-        if self.raw:
-            why = "raw mode does not support system, context or images."
+        if self.is_raw:
+            why = "raw and suffix do not support system, context or images."
             refuse(self.system or self.context or self.images, "raw", why)
-            return self.request(model, hint, (), raw_prompt=RawPrompt(self.prompt or ""))
+            raw_prompt = RawPrompt(self.prompt or "", self.suffix or "")
+            return self.request(model, hint, (), raw_prompt=raw_prompt)
         messages = past.messages if past else ()
         system = Message.of(Role.SYSTEM, self.system or "")
         if self.system and system not in messages[:1]:

@@ -204,7 +204,7 @@ class OllamaApi:
     async def generate(self, body: GenerateRequest, http: Request, hint: Hint) -> Response:
         """Answer one prompt, by default as a stream; without a prompt, load or unload."""
         status = await asyncio.to_thread(self._models.find, body.model)
-        writer = self._writer(body, in_response, has_context=not body.raw)
+        writer = self._writer(body, in_response, has_context=not body.is_raw)
         if body.is_empty:
             return await self._load_or_unload(status, body, writer)
         past = await self._past_turn(body.context or ())

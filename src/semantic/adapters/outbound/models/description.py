@@ -19,6 +19,7 @@ def directory_facts(directory: Path) -> ModelFacts:
     """Describe the model in a directory."""
     weights = sorted(directory.glob("*.safetensors"))
     config = _object(directory / "config.json")
+    vocabulary = directory / "tokenizer.json"
     nested = config.get("text_config")  # of a multimodal model
     text = {**config, **nested} if isinstance(nested, dict) else config
     quantisation = text.get("quantization")
@@ -41,6 +42,7 @@ def directory_facts(directory: Path) -> ModelFacts:
         num_kv_heads=number("num_key_value_heads") or number("num_attention_heads"),
         vocab_size=number("vocab_size"),
         template=template_source(directory, _object(directory / "tokenizer_config.json")) or "",
+        special_tokens=_special_tokens(vocabulary, vocabulary.stat().st_mtime_ns),
         modified_at=max((stamp[2] for stamp in stamps), default=0) / 1e9,
         digest=_digest([json.dumps(config), *(f"{p.name} {size} {at}" for p, size, at in stamps)]),
     )
@@ -55,6 +57,13 @@ def file_facts(path: Path) -> ModelFacts:
 
 def _digest(texts: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=64)
+def _special_tokens(path: Path, _modified_ns: int) -> tuple[str, ...]:
+    added = _object(path).get("added_tokens")
+    entries = added if isinstance(added, list) else ()
+    return tuple(str(entry.get("content")) for entry in entries if isinstance(entry, dict))
 
 
 def _precision(config: dict[str, Any]) -> str:
