@@ -22,9 +22,10 @@ from semantic.domain.chat import (
     ToolUsePart,
 )
 from semantic.domain.events import Finished, TextDelta, Usage
-from semantic.domain.reply_format import Markers, ReplyFormat, ReplyShape, ToolFormat
+from semantic.domain.reply_format import Markers, ReplyFormat, ReplyShape
 from semantic.domain.sampling import FinishReason
 from semantic.ports.text import TokenConstraint, TokenizerPort
+from tests.notations import NOTATIONS
 
 PERSON: JsonObject = {
     "type": "object",
@@ -110,10 +111,10 @@ SHAPES: Mapping[str, ReplyShape] = {
 def tool_shapes() -> dict[str, ReplyShape]:
     """Shapes with named, required and optional tool calls, in every tool format."""
     return {
-        f"{tools.value} {choice.mode.value}": ReplyShape(
+        f"{name} {choice.mode.value}": ReplyShape(
             ReplyFormat(tools), tools=TOOLS, tool_choice=choice
         )
-        for tools in ToolFormat
+        for name, tools in NOTATIONS.items()
         for choice in (NAMED, REQUIRED, ToolChoice())
     }
 

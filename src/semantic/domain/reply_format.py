@@ -1,81 +1,119 @@
 """How a model writes thinking and tool calls into its reply.
 
-The format is chosen once per model. Parsers read these formats, grammars enforce them, and prompts
-explain the default one; all take the markers from here.
+The format is determined once per model, mostly by rendering its chat template. Parsers read these
+formats, grammars enforce them, and prompts explain the default one; all take them from here.
 """
 
 import enum
+import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from semantic.domain.chat import OutputFormat, ToolChoice, ToolMode, ToolSpec
 
 
-class ToolFormat(enum.Enum):
-    """Notations of tool calls.
+class ArgumentStyle(enum.Enum):
+    """Notations of a call's arguments.
 
-    HERMES: ``<tool_call>{"name": "f", "arguments": {…}}</tool_call>`` (Hermes, Qwen; the default).
-    QWEN_XML: ``<tool_call><function=f><parameter=a>1</parameter></function></tool_call>``.
-    LLAMA_JSON: ``{"name": "f", "parameters": {…}}`` as the whole reply.
-    PYTHONIC: ``[f(a=1), g(b="x")]`` as the whole reply.
-    MISTRAL: ``[TOOL_CALLS][{"name": "f", "arguments": {…}}]``.
-    MISTRAL_ARGS: ``[TOOL_CALLS]f[ARGS]{…}``.
-    GEMMA_CODE: a fenced block, ``tool_code``, with calls as in Python.
-    FUNCTION_GEMMA: ``<start_function_call>call:f{a:<escape>x<escape>}<end_function_call>``.
-    GEMMA_4: the same with ``<|tool_call>``, ``<|"|>`` and ``<tool_call|>``.
-    HARMONY: GPT-OSS channels; thinking is one of them.
+    JSON: one JSON object.
+    TAGS: a pair of tags for each argument.
+    PYTHON: keyword arguments as in Python, ``f(a=1)``.
+    GEMMA: an object without quotes around keys, and with a marker around strings.
+    CHANNELS: the messages of GPT-OSS; thinking is one of them.
     """
 
-    HERMES = "hermes"
-    QWEN_XML = "qwen_xml"
-    LLAMA_JSON = "llama_json"
-    PYTHONIC = "pythonic"
-    MISTRAL = "mistral"
-    MISTRAL_ARGS = "mistral_args"
-    GEMMA_CODE = "gemma_code"
-    FUNCTION_GEMMA = "function_gemma"
-    GEMMA_4 = "gemma_4"
-    HARMONY = "harmony"
+    JSON = "JSON"
+    TAGS = "tags"
+    PYTHON = "Python"
+    GEMMA = "Gemma"
+    CHANNELS = "channels"
 
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """The text before and after a thought or a call."""
+    """The text before and after a thought."""
 
     start: str
     end: str
 
 
+SLOT = "\0"  # stands for a call's id or number in a text of a notation
+_JSON_BEGINS = re.compile(r"\s*(\[\s*)?\{.*", re.DOTALL)
+_FIRST_TAG = re.compile(rf"[^>\s{SLOT}]*>?")
+PYTHON_TAG = "<|python_tag|>"
+CDATA = Markers("<![CDATA[", "]]>")
+
+
 @dataclass(frozen=True, slots=True)
-class CallMarkers(Markers):
-    """The markers of a tool call notation; each may be a special token of a vocabulary.
+class CallNotation:
+    """The texts around the parts of tool calls, in the order of a reply.
+
+    A reply with two calls is ``start CALL separator CALL end``, and a call is ``before_name NAME
+    after_name ARGUMENTS after_arguments``. White space in these texts is what the template writes;
+    parsers accept any.
 
     Attributes:
-        start: Begins a call or a list of calls.
-        end: Ends it; empty if the notation has no end marker.
-        quote: Surrounds a string on both sides.
-        arguments: Separates a call's name, or its id, from its arguments.
-        call_id: Separates a call's name from its id.
+        before_key: With `ArgumentStyle.TAGS`, an argument is ``before_key KEY before_value VALUE
+            after_value``.
+        before_other: Replaces `before_value` if the value is not a string.
+        after_value: `SLOT` in it stands for the argument's key.
+        has_cdata: A value may be enclosed in ``<![CDATA[`` and ``]]>``.
+        quote: Surrounds a string on both sides, in Python or Gemma's notation.
+        is_parallel: Whether a reply may hold several calls.
+        is_json_spaced: The template indents JSON, so its white space is free.
     """
 
+    style: ArgumentStyle = ArgumentStyle.JSON
+    start: str = ""
+    before_name: str = ""
+    after_name: str = ""
+    after_arguments: str = ""
+    separator: str = ""
     end: str = ""
+    before_key: str = ""
+    before_value: str = ""
+    before_other: str = ""
+    after_value: str = ""
+    has_cdata: bool = False
     quote: str = ""
-    arguments: str = ""
-    call_id: str = ""
+    is_parallel: bool = True
+    is_json_spaced: bool = False
+
+    @property
+    def is_json_object(self) -> bool:
+        """Whether a whole call is a JSON object, name included."""
+        return self.style is ArgumentStyle.JSON and "{" in self.before_name
+
+    @property
+    def opener(self) -> str:
+        """The marker that distinguishes a call from text; empty if there is none."""
+        if self.is_json_object:
+            return _JSON_BEGINS.sub("", self.start + self.before_name).strip()
+        if self.style is ArgumentStyle.PYTHON:
+            return self.start.removesuffix("[").strip()
+        if self.start:
+            return self.start.split()[0]
+        found = _FIRST_TAG.match(self.before_name)
+        return found[0] if found else ""
+
+    @property
+    def inner_opener(self) -> str:
+        """The marker that begins another call after a call, or one whose opener is missing."""
+        if self.is_json_object:
+            return "{" if self.start or not self.opener else ""
+        tag = 0 if self.start else max(0, self.before_name.rfind("<"))
+        found = _FIRST_TAG.match(self.before_name[tag:].lstrip())
+        return found[0] if found and found[0] != self.opener else ""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        texts = (self.start, self.end, self.quote, self.arguments, self.call_id)
-        return tuple(filter(None, texts))
-
-
-class QwenTag(enum.StrEnum):
-    """Tags in calls of `ToolFormat.QWEN_XML`; opening tags are followed by a name and ``>``."""
-
-    FUNCTION = "<function="
-    FUNCTION_END = "</function>"
-    PARAMETER = "<parameter="
-    PARAMETER_END = "</parameter>"
+        """All texts; special tokens in them must be visible to the parser."""
+        own = (
+            self.start, self.before_name, self.after_name, self.after_arguments, self.separator,
+            self.end, self.before_key, self.before_value, self.before_other, self.after_value,
+            self.quote,
+        )  # fmt: skip
+        return own if self.opener else (*own, PYTHON_TAG)
 
 
 class Harmony(enum.StrEnum):
@@ -94,21 +132,62 @@ FINAL_HEADER = (Harmony.CHANNEL, "final", Harmony.MESSAGE)
 ANALYSIS_HEADER = (Harmony.CHANNEL, "analysis", Harmony.MESSAGE)
 _ANALYSIS = Markers("".join(ANALYSIS_HEADER), Harmony.END)
 
-_HERMES = CallMarkers("<tool_call>", "</tool_call>")
-_MISTRAL = CallMarkers("[TOOL_CALLS]", arguments="[ARGS]", call_id="[CALL_ID]")
-CALL_MARKERS: Mapping[ToolFormat, CallMarkers] = {
-    ToolFormat.HERMES: _HERMES,
-    ToolFormat.QWEN_XML: _HERMES,
-    ToolFormat.LLAMA_JSON: CallMarkers("<|python_tag|>"),
-    ToolFormat.PYTHONIC: CallMarkers("<|python_tag|>"),
-    ToolFormat.MISTRAL: _MISTRAL,
-    ToolFormat.MISTRAL_ARGS: _MISTRAL,
-    ToolFormat.GEMMA_CODE: CallMarkers("```tool_code", "```"),
-    ToolFormat.FUNCTION_GEMMA: CallMarkers(
-        "<start_function_call>", "<end_function_call>", quote="<escape>"
-    ),
-    ToolFormat.GEMMA_4: CallMarkers("<|tool_call>", "<tool_call|>", quote='<|"|>'),
-}
+HERMES = CallNotation(
+    before_name='<tool_call>\n{"name": "',
+    after_name='", "arguments": ',
+    after_arguments="}\n</tool_call>",
+    separator="\n",
+)
+QWEN_XML = CallNotation(
+    ArgumentStyle.TAGS,
+    before_name="<tool_call>\n<function=",
+    after_name=">",
+    after_arguments="\n</function>\n</tool_call>",
+    separator="\n",
+    before_key="\n<parameter=",
+    before_value=">\n",
+    before_other=">\n",
+    after_value="\n</parameter>",
+)
+LLAMA_JSON = CallNotation(
+    before_name='{"name": "',
+    after_name='", "parameters": ',
+    after_arguments="}",
+    is_parallel=False,
+)
+PYTHONIC = CallNotation(ArgumentStyle.PYTHON, start="[", separator=", ", end="]")
+LFM = CallNotation(
+    ArgumentStyle.PYTHON,
+    start="<|tool_call_start|>[",
+    separator=", ",
+    end="]<|tool_call_end|>",
+)
+MISTRAL = CallNotation(
+    start="[TOOL_CALLS][",
+    before_name='{"name": "',
+    after_name='", "arguments": ',
+    after_arguments="}",
+    separator=", ",
+    end="]",
+)
+MISTRAL_ARGS = CallNotation(before_name="[TOOL_CALLS]", after_name="[ARGS]")
+PHI_4 = replace(MISTRAL, start="<|tool_call|>[", end="]<|/tool_call|>")
+GRANITE_3 = replace(MISTRAL, start="<|tool_call|>[")
+GEMMA_CODE = CallNotation(ArgumentStyle.PYTHON, start="```tool_code\n", separator="\n", end="\n```")
+FUNCTION_GEMMA = CallNotation(
+    ArgumentStyle.GEMMA,
+    before_name="<start_function_call>call:",
+    after_name="{",
+    after_arguments="}<end_function_call>",
+    quote="<escape>",
+)
+GEMMA_4 = replace(
+    FUNCTION_GEMMA,
+    before_name="<|tool_call>call:",
+    after_arguments="}<tool_call|>",
+    quote='<|"|>',
+)
+HARMONY = CallNotation(ArgumentStyle.CHANNELS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,33 +198,30 @@ class ReplyFormat:
         thinking: Markers around thinking; None if the model does not think or uses channels.
     """
 
-    tools: ToolFormat = ToolFormat.HERMES
+    tools: CallNotation = HERMES
     thinking: Markers | None = None
 
     @property
     def thinking_markers(self) -> Markers | None:
         """Markers around thinking, also those of channels; None if the model does not think."""
-        return _ANALYSIS if self.tools is ToolFormat.HARMONY else self.thinking
-
-    def markers(self, *, has_tools: bool) -> tuple[str, ...]:
-        """Return texts that the parser must see even if they are special tokens."""
-        if self.tools is ToolFormat.HARMONY:
-            return tuple(Harmony)
-        thinking = (self.thinking.start, self.thinking.end) if self.thinking else ()
-        return thinking + (CALL_MARKERS[self.tools].texts if has_tools else ())
+        return _ANALYSIS if self.tools == HARMONY else self.thinking
 
     def visible_ids(
         self, special_tokens: Mapping[str, int], *, has_tools: bool
     ) -> Mapping[int, bytes]:
+        """Return the special tokens that the parser must see, with their text."""
+        texts: tuple[str, ...] = (self.thinking.start, self.thinking.end) if self.thinking else ()
+        texts += self.tools.texts if has_tools else ()
+        texts += tuple(Harmony) if self.tools == HARMONY else ()
         return {
-            special_tokens[marker]: marker.encode()
-            for marker in self.markers(has_tools=has_tools)
-            if marker in special_tokens
+            token: special.encode()
+            for special, token in special_tokens.items()
+            if any(special in text for text in texts)
         }
 
     def opening(self, prompt: str) -> str:
         """Return the markup between a rendered prompt and an answer without thinking."""
-        if self.tools is ToolFormat.HARMONY:
+        if self.tools == HARMONY:
             return "".join(FINAL_HEADER)
         if self.thinking is not None and self.is_opened_by(prompt):
             return f"\n{self.thinking.end}\n\n"
@@ -163,25 +239,29 @@ _THINKING_MARKERS = (
     Markers("<|channel>thought", "<channel|>"),
 )
 
-# The first format all of whose texts occur wins, so the most specific formats come first.
-_TELLTALES: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
-    (ToolFormat.FUNCTION_GEMMA, (CALL_MARKERS[ToolFormat.FUNCTION_GEMMA].start,)),
-    (ToolFormat.GEMMA_4, (CALL_MARKERS[ToolFormat.GEMMA_4].start,)),
-    (ToolFormat.MISTRAL_ARGS, (_MISTRAL.start, _MISTRAL.arguments)),
-    (ToolFormat.MISTRAL, (_MISTRAL.start,)),
-    (ToolFormat.QWEN_XML, (QwenTag.FUNCTION, QwenTag.PARAMETER)),
-    (ToolFormat.HERMES, (_HERMES.start,)),
-    (ToolFormat.GEMMA_CODE, ("tool_code",)),
-    (ToolFormat.PYTHONIC, ("[func_name1(",)),
-    (ToolFormat.LLAMA_JSON, ('"name":', '"parameters":')),
+# The first notation all of whose texts occur wins, so the most specific ones come first.
+_TELLTALES: tuple[tuple[CallNotation, tuple[str, ...]], ...] = (
+    (FUNCTION_GEMMA, ("<start_function_call>",)),
+    (GEMMA_4, ("<|tool_call>",)),
+    (MISTRAL_ARGS, ("[TOOL_CALLS]", "[ARGS]")),
+    (MISTRAL, ("[TOOL_CALLS]",)),
+    (LFM, ("<|tool_list_start|>",)),
+    (PHI_4, ("<|/tool|>",)),
+    (GRANITE_3, ("<|tool_call|>",)),
+    (QWEN_XML, ("<function=", "<parameter=")),
+    (HERMES, ("<tool_call>",)),
+    (GEMMA_CODE, ("tool_code",)),
+    (PYTHONIC, ("[func_name1(",)),
+    (LLAMA_JSON, ('"name":', '"parameters":')),
 )
 
 
 def detect_reply_format(template: str | None, special_tokens: Collection[str]) -> ReplyFormat:
-    """Detect a model's reply format from its chat template and special tokens.
+    """Guess a model's reply format from words in its chat template and its special tokens.
 
-    A model whose template does not support tools gets the compact Hermes notation, which the
-    prompt must then explain.
+    Needed for what a template does not render: `format_probe.py` determines the rest. A model whose
+    template does not support tools gets the compact Hermes notation, which the prompt must then
+    explain.
     """
     source = template or ""
 
@@ -189,7 +269,7 @@ def detect_reply_format(template: str | None, special_tokens: Collection[str]) -
         return text in source or text in special_tokens
 
     if occurs(Harmony.CHANNEL) and occurs(Harmony.MESSAGE):
-        return ReplyFormat(ToolFormat.HARMONY)
+        return ReplyFormat(HARMONY)
     thinking = next((m for m in _THINKING_MARKERS if occurs(m.start) or occurs(m.end)), None)
     if "tools" not in source:
         return ReplyFormat(thinking=thinking)

@@ -27,10 +27,10 @@ from semantic.adapters.outbound.models.compute_choices import ComputeChoices, cp
 from semantic.adapters.outbound.models.known import short_names
 from semantic.adapters.outbound.models.usage import ModelUsage
 from semantic.application.engine.model import LoadedModel
+from semantic.application.prompt.format_probe import probe_reply_format
 from semantic.domain.blocks import BlockOrigin
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.model_names import ModelNames, Suggestion, served_id
-from semantic.domain.reply_format import detect_reply_format
 from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ComputeHint, ModelCacheSpec
 from semantic.entrypoints.cluster_loader import load_sharded
 from semantic.ports.backend import (
@@ -159,7 +159,7 @@ class ModelLoader:
         tokenizer = model.tokenizer
         return replace(
             model,
-            reply_format=detect_reply_format(tokenizer.chat_template, tokenizer.special_ids),
+            reply_format=probe_reply_format(tokenizer),
             grammar=LLGuidanceGrammar(tokenizer),
         )
 

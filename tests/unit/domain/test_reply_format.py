@@ -1,6 +1,20 @@
 import pytest
 
-from semantic.domain.reply_format import Markers, ReplyFormat, ToolFormat, detect_reply_format
+from semantic.domain.reply_format import (
+    FUNCTION_GEMMA,
+    GEMMA_4,
+    GEMMA_CODE,
+    HARMONY,
+    HERMES,
+    LLAMA_JSON,
+    MISTRAL,
+    MISTRAL_ARGS,
+    PYTHONIC,
+    QWEN_XML,
+    Markers,
+    ReplyFormat,
+    detect_reply_format,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -12,25 +26,25 @@ THINK = Markers("<think>", "</think>")
     [
         (None, (), ReplyFormat()),
         ("{{ messages }}", ("<tool_call>",), ReplyFormat()),
-        ("{% if tools %}<tool_call>", (), ReplyFormat(ToolFormat.HERMES)),
-        ("{{ tools }}<tool_call></think>", (), ReplyFormat(ToolFormat.HERMES, THINK)),
-        ("{{ tools }}<tool_call><function=f><parameter=p>", (), ReplyFormat(ToolFormat.QWEN_XML)),
+        ("{% if tools %}<tool_call>", (), ReplyFormat(HERMES)),
+        ("{{ tools }}<tool_call></think>", (), ReplyFormat(HERMES, THINK)),
+        ("{{ tools }}<tool_call><function=f><parameter=p>", (), ReplyFormat(QWEN_XML)),
         (
             '{{ tools }}{"name": function name, "parameters": dictionary}',
             ("<|python_tag|>",),
-            ReplyFormat(ToolFormat.LLAMA_JSON),
+            ReplyFormat(LLAMA_JSON),
         ),
-        ("{{ tools }}[func_name1(p=1)]", (), ReplyFormat(ToolFormat.PYTHONIC)),
-        ("{{ tools }}[TOOL_CALLS]", (), ReplyFormat(ToolFormat.MISTRAL)),
+        ("{{ tools }}[func_name1(p=1)]", (), ReplyFormat(PYTHONIC)),
+        ("{{ tools }}[TOOL_CALLS]", (), ReplyFormat(MISTRAL)),
         (
             "{{ tools }}[TOOL_CALLS]",
             ("[ARGS]", "[THINK]"),
-            ReplyFormat(ToolFormat.MISTRAL_ARGS, Markers("[THINK]", "[/THINK]")),
+            ReplyFormat(MISTRAL_ARGS, Markers("[THINK]", "[/THINK]")),
         ),
-        ("{{ tools }}```tool_code", (), ReplyFormat(ToolFormat.GEMMA_CODE)),
-        ("{{ tools }}<start_function_call>", (), ReplyFormat(ToolFormat.FUNCTION_GEMMA)),
-        ("{{ tools }}<|tool_call>", (), ReplyFormat(ToolFormat.GEMMA_4)),
-        ("<|start|><|channel|>analysis<|message|>", (), ReplyFormat(ToolFormat.HARMONY)),
+        ("{{ tools }}```tool_code", (), ReplyFormat(GEMMA_CODE)),
+        ("{{ tools }}<start_function_call>", (), ReplyFormat(FUNCTION_GEMMA)),
+        ("{{ tools }}<|tool_call>", (), ReplyFormat(GEMMA_4)),
+        ("<|start|><|channel|>analysis<|message|>", (), ReplyFormat(HARMONY)),
         ("{{ tools }} in a way of its own", (), ReplyFormat()),
         ("<think>", (), ReplyFormat(thinking=THINK)),
     ],
@@ -43,10 +57,10 @@ def test_the_template_tells_the_format(
 
 def test_only_special_tokens_the_parser_needs_become_visible() -> None:
     special = {"<think>": 5, "[TOOL_CALLS]": 6, "<s>": 1}
-    mistral = ReplyFormat(ToolFormat.MISTRAL, THINK)
+    mistral = ReplyFormat(MISTRAL, THINK)
     assert mistral.visible_ids(special, has_tools=True) == {5: b"<think>", 6: b"[TOOL_CALLS]"}
     assert mistral.visible_ids(special, has_tools=False) == {5: b"<think>"}
-    harmony = ReplyFormat(ToolFormat.HARMONY)
+    harmony = ReplyFormat(HARMONY)
     assert harmony.visible_ids({"<|end|>": 2}, has_tools=False) == {2: b"<|end|>"}
 
 

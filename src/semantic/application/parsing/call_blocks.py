@@ -1,4 +1,4 @@
-"""Parsers for calls that must be complete to be read: Qwen's XML, Python's and Gemma's notation.
+"""Parsers for calls that must be complete to be read: in Python, and JSON with its name last.
 
 Each parser returns None if the text is malformed or calls an unknown tool.
 """
@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 from semantic.domain.chat import JsonObject, JsonValue, ToolSpec
-from semantic.domain.reply_format import QwenTag
 
 Tools: TypeAlias = Mapping[str, ToolSpec]
 Calls: TypeAlias = list[tuple[str, JsonObject]]
 
 
-def _json_or_text(text: str) -> JsonValue:
+def json_or_text(text: str) -> JsonValue:
+    """Parse a value; text that is not JSON is a string."""
     try:
         value: JsonValue = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -29,78 +29,37 @@ def _refuse(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-# -- Qwen: <function=f><parameter=a>1</parameter></function> ----------------------------------
+# -- JSON, with keys in any order -----------------------------------------------------------
 
-_FUNCTION = re.compile(
-    rf"\s*{QwenTag.FUNCTION}([^>\n]+)>\s*(.*){QwenTag.FUNCTION_END}\s*\Z", re.DOTALL
-)
-_PARAMETER = re.compile(rf"{QwenTag.PARAMETER}([^>\n]+)>")
-_END = QwenTag.FUNCTION_END
-_VALUE_END = QwenTag.PARAMETER_END
+NAME_KEYS = ("name", "tool_name")
+ARGUMENT_KEYS = ("arguments", "parameters")
 
 
-def function_end(text: str, start: int) -> int:
-    """Return the index after the function's closing tag; -1 if it is not there yet.
-
-    A value may contain the closing tag. So the tag counts only right after the end of a parameter
-    or after the opening tag of the function.
-    """
-    at = text.find(_END, max(0, start))
-    while at >= 0:
-        before = text[:at].rstrip()
-        if before.endswith(_VALUE_END) or _opens_function(before):
-            return at + len(_END)
-        at = text.find(_END, at + 1)
-    return -1
-
-
-def _opens_function(text: str) -> bool:
-    tag = text[text.rfind("<") :]
-    return tag.startswith(QwenTag.FUNCTION) and tag.endswith(">")
-
-
-def xml_calls(text: str, tools: Tools) -> Calls | None:
-    """Parse one function in Qwen's XML; None if it is malformed or unknown."""
-    match = _FUNCTION.match(text)
-    if match is None or match[1].strip() not in tools:
+def json_call(text: str, tools: Tools) -> Calls | None:
+    """Parse one call; its arguments may be an object, its text, or null."""
+    try:
+        call = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
         return None
-    name, rest = match[1].strip(), match[2]
-    types = _types(tools[name])
-    arguments: JsonObject = {}
-    while rest.strip():
-        opening = _PARAMETER.match(rest.lstrip())
-        if opening is None:
+    if not isinstance(call, dict):
+        return None
+    name = next((call[key] for key in NAME_KEYS if key in call), None)
+    if name not in tools:
+        return None
+    given = next((call[key] for key in ARGUMENT_KEYS if key in call), None)
+    arguments = _as_object(given)
+    return None if arguments is None else [(str(name), arguments)]
+
+
+def _as_object(value: JsonValue) -> JsonObject | None:
+    if value is None or value == "":
+        return {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value, strict=False)
+        except (ValueError, RecursionError):
             return None
-        rest = rest.lstrip()[opening.end() :]
-        end = _value_end(rest)
-        if end < 0:
-            return None
-        arguments[opening[1].strip()] = _value(rest[:end], types.get(opening[1].strip()))
-        rest = rest[end + len(_VALUE_END) :]
-    return [(name, arguments)]
-
-
-def _value_end(text: str) -> int:
-    """Return the index of the closing tag that another parameter, or nothing, follows."""
-    at = text.find(_VALUE_END)
-    while at >= 0:
-        after = text[at + len(_VALUE_END) :].lstrip()
-        if not after or after.startswith(QwenTag.PARAMETER):
-            return at
-        at = text.find(_VALUE_END, at + 1)
-    return -1
-
-
-def _types(tool: ToolSpec) -> Mapping[str, JsonValue]:
-    properties = tool.parameters.get("properties")
-    known = properties if isinstance(properties, dict) else {}
-    return {name: s.get("type") for name, s in known.items() if isinstance(s, dict)}
-
-
-def _value(text: str, kind: JsonValue) -> JsonValue:
-    """Return text if the schema's type is a string or the value is not JSON, else the JSON."""
-    text = text.removeprefix("\n").removesuffix("\n")
-    return text if kind == "string" else _json_or_text(text)
+    return value if isinstance(value, dict) else None
 
 
 # -- Python: [f(a=1), g(b="x")], parsed and never executed ------------------------------------
@@ -222,7 +181,7 @@ def _key(node: ast.expr | None) -> str:
 
 # -- Gemma: call:f{a:<escape>x<escape>,b:[1,2]}, with a marker for quotes ---------------------
 
-_CALL = re.compile(r"\s*call:([^{\s]+)\s*\{")
+_CALL = re.compile(r"\s*([^{\s]+)\s*\{")
 _WORD = re.compile(r"[^,}\]\s]+")
 _MAX_DEPTH = 64
 
@@ -286,7 +245,7 @@ class _Reader:
         if match is None:
             raise ValueError("a value is missing")
         self.at = match.end()
-        return _json_or_text(match[0])
+        return json_or_text(match[0])
 
     def _key(self) -> str:
         if self._text.startswith(self._quote, self.at):

@@ -6,19 +6,23 @@ from collections.abc import Callable, Sequence
 
 from semantic.application.parsing.call_blocks import Calls
 from semantic.application.parsing.call_syntax import (
-    SYNTAXES,
+    JSON_JUNK,
+    SPACE,
     BlockCall,
+    CallSyntax,
     Cursor,
     EmptyCall,
     NeedMore,
     NoCall,
     StreamedCall,
+    TaggedCall,
 )
-from semantic.application.parsing.json_arguments import JsonArguments
+from semantic.application.parsing.json_arguments import ArgumentParser, JsonArguments
 from semantic.application.parsing.splitter import PendingText, Splitter
+from semantic.application.parsing.tag_arguments import TagArguments
 from semantic.domain.chat import JsonObject, ToolSpec
 from semantic.domain.events import Event, TextDelta, ToolCallDelta, ToolCallEnded, ToolCallStarted
-from semantic.domain.reply_format import CALL_MARKERS, ToolFormat
+from semantic.domain.reply_format import CallNotation
 from semantic.domain.sampling import num_undecided
 
 
@@ -40,7 +44,7 @@ class CallNumbers:
         return ToolCallEnded(self.num_calls - 1)
 
     def read(
-        self, arguments: JsonArguments, pending: PendingText, size: int, *, is_final: bool
+        self, arguments: ArgumentParser, pending: PendingText, size: int, *, is_final: bool
     ) -> list[Event]:
         """Read more arguments of the current call; ends the call at their end or a syntax error.
 
@@ -55,7 +59,7 @@ class CallNumbers:
             given += arguments.close()
         return [*self.delta(given), *([self.end()] if arguments.is_done else [])]
 
-    def read_cut(self, arguments: JsonArguments, pending: PendingText) -> list[Event]:
+    def read_cut(self, arguments: ArgumentParser, pending: PendingText) -> list[Event]:
         """Read the rest of a reply that was cut off inside the arguments.
 
         The call gets no end event, unless its arguments are complete. Undecided text, such as an
@@ -90,7 +94,7 @@ class CallSplitter(Splitter):
 
     def __init__(
         self,
-        tool_format: ToolFormat,
+        notation: CallNotation,
         tools: Sequence[ToolSpec],
         new_id: Callable[[], str],
         *,
@@ -100,8 +104,7 @@ class CallSplitter(Splitter):
         super().__init__()
         self._must_call = must_call
         self._is_surely_call = False  # if the reply is cut off in the head, drop it
-        self._markers = CALL_MARKERS[tool_format]
-        self._syntax = SYNTAXES[tool_format]
+        self._syntax = CallSyntax(notation)
         self._tools = {tool.name: tool for tool in tools}
         self._numbers = CallNumbers(new_id)
         self._state = _State.TEXT
@@ -111,7 +114,9 @@ class CallSplitter(Splitter):
         self._rejected = 0  # how many characters become text if this is not a call
         self._block: BlockCall | None = None
         self._scanned = 0
-        self._arguments = JsonArguments()
+        self._arguments: ArgumentParser = JsonArguments()
+        self._closers = self._syntax.closers  # of the last call
+        self._junk = SPACE
 
     def _run(self, *, is_final: bool) -> list[Event]:
         events: list[Event] = []
@@ -141,7 +146,7 @@ class CallSplitter(Splitter):
             given = self._give(len(self._pending.text[:start].rstrip()))
             gap = start - sum(len(delta.text) for delta in given)
             self._rejected = gap + max(size, 1)
-            self._opened = gap + size
+            self._opened = gap
             self._is_surely_call = bool(size or self._numbers.num_calls or self._must_call)
             self._state = _State.HEAD
             return [*given]
@@ -152,7 +157,7 @@ class CallSplitter(Splitter):
         stripped = text.lstrip()
         if self._leading.startswith(stripped):
             return self._abandon() if is_final else []
-        held = num_undecided(text, (self._markers.start,))
+        held = num_undecided(text, (self._syntax.opener,))
         given = self._give(len(text[: len(text) - held].rstrip()))
         return [*given, *(self._abandon() if is_final else [])]
 
@@ -161,8 +166,8 @@ class CallSplitter(Splitter):
         stripped = text.lstrip()
         if self._leading and stripped.startswith(self._leading):
             return len(text) - len(stripped), 0
-        start = text.find(self._markers.start)
-        return (start, len(self._markers.start)) if start >= 0 else None
+        start = text.find(self._syntax.opener)
+        return (start, len(self._syntax.opener)) if start >= 0 else None
 
     def _give(self, size: int) -> list[TextDelta]:
         if size:
@@ -181,6 +186,8 @@ class CallSplitter(Splitter):
             return self._abandon() if self._is_cut and self._is_surely_call else self._reject()
         except NoCall:
             return self._reject()
+        self._closers = self._syntax.closers
+        self._junk = JSON_JUNK if isinstance(head, StreamedCall | EmptyCall) else SPACE
         if isinstance(head, BlockCall):
             self._block, self._state = head, _State.BLOCK
             self._opened = self._scanned = cursor.at
@@ -189,6 +196,11 @@ class CallSplitter(Splitter):
         match head:
             case StreamedCall(name):
                 self._arguments, self._state = JsonArguments(), _State.ARGUMENTS
+                return [self._numbers.start(name)]
+            case TaggedCall(name, notation):
+                self._arguments = TagArguments(notation, self._tools[name])
+                self._closers = notation.after_arguments.split()
+                self._state = _State.ARGUMENTS
                 return [self._numbers.start(name)]
             case EmptyCall(name):
                 self._state = _State.TAIL
@@ -254,15 +266,18 @@ class CallSplitter(Splitter):
         return events
 
     def _tail(self, is_final: bool) -> list[Event]:
-        text, closer = self._pending.text, self._markers.end
-        stripped = text.lstrip(self._syntax.junk)
-        if closer and stripped.startswith(closer):
-            stripped = stripped[len(closer) :]
-        elif closer.startswith(stripped):
+        """Drop what closes the call, and what closes all calls."""
+        cursor = Cursor(self._pending.text)
+        try:
+            if self._junk == JSON_JUNK:
+                self._syntax.pass_members(cursor)
+            for closer in (*self._closers, *self._syntax.ends, ""):
+                cursor.skip(closer, self._junk)
+        except NeedMore:
             if not is_final:
                 return []
-            stripped = ""  # the reply ended inside the end marker
-        self._pending.drop(len(text) - len(stripped))
+            cursor.at = len(self._pending.text)  # the reply ended inside a marker
+        self._pending.drop(cursor.at)
         self._leading = self._syntax.again
         self._is_after_call = True
         self._state = _State.TEXT

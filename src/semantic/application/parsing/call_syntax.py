@@ -1,25 +1,33 @@
-"""How each model family begins, ends and separates its tool calls."""
+"""How to read the head and the tail of calls in each notation."""
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from semantic.application.parsing.call_blocks import (
+    ARGUMENT_KEYS,
+    NAME_KEYS,
     BracketEnd,
     Calls,
     Tools,
-    function_end,
     gemma_call,
+    json_call,
     python_calls,
-    xml_calls,
 )
-from semantic.domain.chat import JsonObject, JsonValue
-from semantic.domain.reply_format import CALL_MARKERS, CallMarkers, QwenTag, ToolFormat
+from semantic.domain.reply_format import (
+    HERMES,
+    PYTHON_TAG,
+    QWEN_XML,
+    SLOT,
+    ArgumentStyle,
+    CallNotation,
+)
 
 _MAX_STRING = 256
-_SPACE = " \t\r\n"
+SPACE = " \t\r\n"
+JSON_JUNK = SPACE + "}],;"  # meaningless after the arguments of a call
 
 
 class NeedMore(Exception):  # noqa: N818 - a state, not an error
@@ -47,7 +55,7 @@ class Cursor:
         return self._text[self.at]
 
     def space(self) -> None:
-        while self.peek() in _SPACE:
+        while self.peek() in SPACE:
             self.at += 1
 
     def literal(self, text: str) -> None:
@@ -57,10 +65,59 @@ class Cursor:
                 raise NoCall
             self.at += 1
 
+    def phrase(self, text: str) -> None:
+        """Pass over `text` with any white space before and between its words."""
+        for word in text.split():
+            self.space()
+            first, *others = word.split(SLOT)
+            self.literal(first)
+            for part in others:
+                while self.peek().isalnum() or self.peek() in "_-":
+                    self.at += 1
+                self.literal(part)
+
+    def skip(self, text: str, junk: str) -> None:
+        """Pass over junk, and over `text` if it follows."""
+        while self.peek() in junk:
+            self.at += 1
+        if self.starts(text):
+            self.at += len(text)
+
+    def require(self, texts: Sequence[str]) -> None:
+        """Check that one of these texts follows, without passing over it."""
+        rest = self._text[self.at : self.at + max(map(len, texts), default=0)]
+        if not any(map(rest.startswith, texts)):
+            raise NeedMore if any(text.startswith(rest) for text in texts) else NoCall
+
     def string(self) -> str:
         """Read a short JSON string without escapes: a name or a key."""
         self.literal('"')
         return self.until('"')
+
+    def starts(self, text: str) -> bool:
+        """Whether `text` follows; raises `NeedMore` if that is not decided yet."""
+        try:
+            self.require((text,))
+        except NoCall:
+            return False
+        return True
+
+    def scalar(self) -> str:
+        """Read a short JSON string, or a number or literal as it is written."""
+        if self.peek() == '"':
+            return self.string()
+        return self.word(set(",}]"))
+
+    def word(self, stops: set[str]) -> str:
+        """Read up to white space or one of these characters; raises `NoCall` if it is empty."""
+        start = self.at
+        while self.peek() not in stops and not self.peek().isspace():
+            if self.at - start > _MAX_STRING:
+                raise NoCall
+            self.at += 1
+        if self.at == start:
+            raise NoCall
+        return self._text[start : self.at]
 
     def until(self, stops: str) -> str:
         """Read up to one of these characters, and pass over it.
@@ -81,6 +138,14 @@ class StreamedCall:
     """A call whose arguments, a JSON object, begin at the cursor."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedCall:
+    """A call whose arguments, written as tags, begin at the cursor."""
+
+    name: str
+    notation: CallNotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +187,6 @@ class Repair:
 _PYTHON_REPAIR = Repair(re.compile(r"[,(]"), ((")]", True), ("]", False)))
 _CODE_REPAIR = Repair(re.compile(r"[,(\n]"), ((")", True), ("))", True), ("", False)))
 _GEMMA_REPAIR = Repair(re.compile(r"[,{]"), (("}", True),))
-_XML_REPAIR = Repair(
-    re.compile(rf"{QwenTag.PARAMETER_END}|\A\s*{QwenTag.FUNCTION}[^>\n]+>"),
-    ((QwenTag.FUNCTION_END, True),),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,25 +222,81 @@ class BlockCall:
         return None
 
 
-Head: TypeAlias = StreamedCall | EmptyCall | BlockCall
+Head: TypeAlias = StreamedCall | TaggedCall | EmptyCall | BlockCall
+ReadHead: TypeAlias = Callable[[Cursor, Tools], Head]
 
 
-@dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How to parse calls between the markers of `CALL_MARKERS`.
+    """How to find and parse calls in one notation.
 
     Attributes:
-        head: Parses the beginning of a call, after the start marker.
-        leading: Text that begins a call without the marker at the start of a reply; part of the
-            head.
-        again: Text that begins another call directly after one; part of the head.
-        junk: Meaningless characters between the arguments and the end marker.
+        opener: The marker that begins a call anywhere in the text; empty if there is none.
+        leading: Begins a call without the opener at the start of a reply.
+        again: Begins another call directly after one.
+        closers: Texts that may follow the arguments, in this order.
+        ends: Texts that may follow the last call.
     """
 
-    head: Callable[[Cursor, Tools], Head]
-    leading: str = ""
-    again: str = ""
-    junk: str = " \t\r\n"
+    def __init__(self, notation: CallNotation) -> None:
+        self.opener = notation.opener or PYTHON_TAG
+        self.again = notation.inner_opener
+        self.leading = self.again if self.again != "{" else ""
+        if not notation.opener:
+            self.leading = self.again or "["
+        closing, ends = notation.after_arguments, notation.end
+        if notation.is_json_object:
+            closing, ends = closing.rpartition("}")[2], ends.lstrip(JSON_JUNK)
+        elif notation.style is ArgumentStyle.PYTHON:
+            ends = ends.removeprefix("]")
+        elif notation.style is ArgumentStyle.GEMMA:
+            closing = closing.removeprefix("}")
+        self.closers, self.ends = closing.split(), ends.split()
+        self._has_members = notation.is_json_object
+        self._heads = [_head_of(notation)]
+        if self.opener == HERMES.opener:  # models mix up the notations with this marker
+            others = (other for other in (QWEN_XML, HERMES) if other != notation)
+            self._heads += map(_head_of, others)
+
+    def head(self, cursor: Cursor, tools: Tools) -> Head:
+        """Parse the beginning of a call, from its marker on."""
+        start = cursor.at
+        for head in self._heads[:-1]:
+            try:
+                return head(cursor, tools)
+            except NoCall:
+                cursor.at = start
+        return self._heads[-1](cursor, tools)
+
+    def pass_members(self, cursor: Cursor) -> None:
+        """Pass over members after the arguments in a call's object, such as an id."""
+        while self._has_members:
+            start = cursor.at
+            try:
+                cursor.space()
+                cursor.literal(",")
+                cursor.space()
+                cursor.string()
+                cursor.space()
+                cursor.literal(":")
+                cursor.space()
+                cursor.scalar()
+            except NoCall:
+                cursor.at = start
+                return
+
+
+def _head_of(notation: CallNotation) -> ReadHead:
+    match notation.style:
+        case ArgumentStyle.PYTHON:
+            return partial(_python_head, notation)
+        case ArgumentStyle.GEMMA:
+            return partial(_gemma_head, notation)
+        case _ if notation.opener == _MISTRAL:
+            return _mistral_head
+        case _ if notation.is_json_object:
+            return partial(_json_head, notation)
+        case _:
+            return partial(_named_head, notation)
 
 
 def _until(end: str) -> Callable[[str, int], int]:
@@ -192,9 +309,60 @@ def _known(name: str, tools: Tools) -> str:
     return name
 
 
-def _json_head(cursor: Cursor, tools: Tools) -> Head:
-    """Parse ``{"name": "f", "arguments": {``, which may also contain a type or id."""
+def _pass_first(cursor: Cursor, phrases: Sequence[str]) -> None:
+    """Pass over the first of the phrases that follows."""
+    start = cursor.at
+    for phrase in phrases:
+        try:
+            cursor.phrase(phrase)
+        except NoCall:
+            cursor.at = start
+        else:
+            return
+    raise NoCall
+
+
+def _named_head(notation: CallNotation, cursor: Cursor, tools: Tools) -> Head:
+    """Parse a name between markers: ``<tool_call>f<arg_key>``, ``<function=f>``."""
+    name_first = notation.before_name
+    inner = name_first[max(0, name_first.find(notation.inner_opener)) :]
+    _pass_first(cursor, (f"{notation.start} {name_first}", name_first, inner))
     cursor.space()
+    follows = (notation.after_name, notation.before_key, notation.after_arguments)
+    name = _known(cursor.word({text.lstrip()[0] for text in follows if text.strip()}), tools)
+    cursor.phrase(notation.after_name)
+    if notation.style is ArgumentStyle.TAGS:
+        return TaggedCall(name, notation)
+    cursor.space()
+    if cursor.peek() != "{":
+        raise NoCall
+    return StreamedCall(name)
+
+
+def _json_head(notation: CallNotation, cursor: Cursor, tools: Tools) -> Head:
+    """Parse a call that is a JSON object, in a list or not."""
+    if cursor.starts(notation.opener or PYTHON_TAG):
+        cursor.phrase(notation.opener or PYTHON_TAG)
+    cursor.space()
+    if cursor.peek() == "[":
+        cursor.literal("[")
+        cursor.space()
+    start = cursor.at
+    try:
+        return _object_head(cursor, tools, is_name_key=notation.before_name.endswith('{"'))
+    except NoCall:
+        cursor.at = start
+        closer = notation.after_arguments.rpartition("}")[2].strip()
+        if not closer or cursor.peek() == "<":
+            raise
+        return BlockCall(_until(closer), json_call, is_ended_by_reply=True)
+
+
+def _object_head(cursor: Cursor, tools: Tools, *, is_name_key: bool = False) -> Head:
+    """Parse ``{"name": "f", "arguments": {``, which may also hold an id.
+
+    `is_name_key` parses ``{"f": {``.
+    """
     cursor.literal("{")
     name = ""
     while True:
@@ -203,69 +371,27 @@ def _json_head(cursor: Cursor, tools: Tools) -> Head:
         cursor.space()
         cursor.literal(":")
         cursor.space()
-        if key in ("arguments", "parameters") and name:
-            if cursor.peek() != "{":
-                raise NoCall
+        if cursor.peek() == "{" and is_name_key:
+            return StreamedCall(_known(key, tools))
+        if key in ARGUMENT_KEYS and name and cursor.peek() == "{":
             return StreamedCall(name)
-        if key not in ("name", "type", "id"):
+        if key in ARGUMENT_KEYS or cursor.peek() in "{[":
             raise NoCall
-        value = cursor.string()
-        name = _known(value, tools) if key == "name" else name
+        value = cursor.scalar()
+        name = _known(value, tools) if key in NAME_KEYS else name
         cursor.space()
         if cursor.peek() == "}" and name:
             return EmptyCall(name)
         cursor.literal(",")
 
 
-def _json_call(text: str, tools: Tools) -> Calls | None:
-    """Parse a complete JSON call with keys in any order; arguments may be a string or null."""
-    try:
-        call = json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or call.get("name") not in tools:
-        return None
-    arguments = _as_object(call.get("arguments", call.get("parameters")))
-    return None if arguments is None else [(str(call["name"]), arguments)]
-
-
-def _as_object(value: JsonValue) -> JsonObject | None:
-    if value is None or value == "":
-        return {}
-    if isinstance(value, str):
-        try:
-            value = json.loads(value, strict=False)
-        except (ValueError, RecursionError):
-            return None
-    return value if isinstance(value, dict) else None
-
-
-def _tagged_head(cursor: Cursor, tools: Tools) -> Head:
-    """Parse what follows ``<tool_call>``: JSON, or Qwen's XML."""
+def _python_head(notation: CallNotation, cursor: Cursor, tools: Tools) -> Head:
+    opener = notation.opener or PYTHON_TAG
+    if cursor.starts(opener):
+        cursor.phrase(opener)
     cursor.space()
-    if cursor.peek() == "<":
-        return BlockCall(function_end, xml_calls, repair=_XML_REPAIR)
-    start = cursor.at
-    try:
-        return _json_head(cursor, tools)
-    except NoCall:
-        cursor.at = start
-        end = CALL_MARKERS[ToolFormat.HERMES].end
-        return BlockCall(_until(end), _json_call, is_ended_by_reply=True)
-
-
-def _xml_head(cursor: Cursor, tools: Tools) -> Head:
-    if cursor.peek() == "<":
-        start = cursor.at
-        cursor.literal(QwenTag.FUNCTION)
-        _known(cursor.until(">").strip(), tools)
-        cursor.at = start
-        return BlockCall(function_end, xml_calls, repair=_XML_REPAIR)
-    return _tagged_head(cursor, tools)
-
-
-def _python_head(cursor: Cursor, tools: Tools) -> Head:
-    cursor.space()
+    if not notation.start.endswith("["):
+        return BlockCall(_until(notation.end.strip()), python_calls, repair=_CODE_REPAIR)
     start = cursor.at
     cursor.literal("[")
     cursor.space()
@@ -274,62 +400,40 @@ def _python_head(cursor: Cursor, tools: Tools) -> Head:
     return BlockCall(BracketEnd(), python_calls, repair=_PYTHON_REPAIR)
 
 
+_MISTRAL, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+
+
 def _mistral_head(cursor: Cursor, tools: Tools) -> Head:
+    """Parse a list of objects, or ``f[CALL_ID]…[ARGS]{``: a template may not show which it is."""
+    if cursor.starts(_MISTRAL):
+        cursor.literal(_MISTRAL)
     cursor.space()
     if cursor.peek() == "[":
         cursor.literal("[")
         cursor.space()
     if cursor.peek() == "{":
-        return _json_head(cursor, tools)
+        return _object_head(cursor, tools)
     name = _known(cursor.until("[{").strip(), tools)
     cursor.at -= 1
     if cursor.peek() == "[":
-        markers = CALL_MARKERS[ToolFormat.MISTRAL_ARGS]
-        if cursor.until("]") == markers.call_id.removesuffix("]"):
+        if cursor.until("]") == _CALL_ID[:-1]:
             cursor.until("[")
             cursor.at -= 1
-            cursor.literal(markers.arguments)
+            cursor.literal(_ARGS)
         cursor.space()
     if cursor.peek() != "{":
         raise NoCall
     return StreamedCall(name)
 
 
-def _code_head(cursor: Cursor, tools: Tools) -> Head:  # noqa: ARG001 - the block checks tools
-    cursor.space()
-    find_end = _until(CALL_MARKERS[ToolFormat.GEMMA_CODE].end)
-    return BlockCall(find_end, python_calls, repair=_CODE_REPAIR)
-
-
-def _gemma_head(markers: CallMarkers) -> Callable[[Cursor, Tools], Head]:
-    def head(cursor: Cursor, tools: Tools) -> Head:
-        cursor.space()
-        at = cursor.at
-        cursor.literal("call:")
-        _known(cursor.until("{").strip(), tools)
-        cursor.at = at
-        return BlockCall(
-            _until(markers.end),
-            lambda text, known: gemma_call(text, markers.quote, known),
-            repair=_GEMMA_REPAIR,
-        )
-
-    return head
-
-
-_JSON_JUNK = " \t\r\n}],;"
-_MISTRAL = CallSyntax(_mistral_head, again="{", junk=_JSON_JUNK)
-
-SYNTAXES: Mapping[ToolFormat, CallSyntax] = {
-    ToolFormat.HERMES: CallSyntax(_tagged_head, junk=_JSON_JUNK),
-    ToolFormat.QWEN_XML: CallSyntax(
-        _xml_head, leading=QwenTag.FUNCTION, again=QwenTag.FUNCTION, junk=_JSON_JUNK
-    ),
-    ToolFormat.LLAMA_JSON: CallSyntax(_json_head, leading="{", again="{", junk=_JSON_JUNK),
-    ToolFormat.PYTHONIC: CallSyntax(_python_head, leading="["),
-    ToolFormat.MISTRAL: _MISTRAL,
-    ToolFormat.MISTRAL_ARGS: _MISTRAL,
-    ToolFormat.GEMMA_CODE: CallSyntax(_code_head),
-    ToolFormat.FUNCTION_GEMMA: CallSyntax(_gemma_head(CALL_MARKERS[ToolFormat.FUNCTION_GEMMA])),
-    ToolFormat.GEMMA_4: CallSyntax(_gemma_head(CALL_MARKERS[ToolFormat.GEMMA_4])),
-}
+def _gemma_head(notation: CallNotation, cursor: Cursor, tools: Tools) -> Head:
+    cursor.literal(notation.opener)
+    cursor.phrase(notation.before_name.removeprefix(notation.opener))
+    start = cursor.at
+    _known(cursor.until("{").strip(), tools)
+    cursor.at = start
+    return BlockCall(
+        _until(notation.after_arguments.removeprefix("}")),
+        lambda text, known: gemma_call(text, notation.quote, known),
+        repair=_GEMMA_REPAIR,
+    )

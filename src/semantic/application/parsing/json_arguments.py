@@ -7,6 +7,7 @@ number or literal until it is complete.
 
 import enum
 import re
+from typing import Protocol
 
 _SPACE = " \t\r\n"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
@@ -33,13 +34,33 @@ class _Want(enum.Enum):
     STRING = enum.auto()
 
 
-class JsonArguments:
-    """An incremental parser for one JSON object.
+class ArgumentParser(Protocol):
+    """An incremental parser for the arguments of one call, which it converts to a JSON object.
 
     Attributes:
-        is_done: The object is complete; text after it was not read.
+        is_done: The arguments are complete; text after them was not read.
         is_broken: A syntax error was found; text from there on was not read.
     """
+
+    is_done: bool
+    is_broken: bool
+
+    def feed(self, text: str, *, is_final: bool = False) -> tuple[int, str]:
+        """Read more text.
+
+        Args:
+            text: The characters that the last call did not read, followed by new ones.
+
+        Returns:
+            How many characters were read, and the text they add to the JSON object.
+        """
+
+    def close(self) -> str:
+        """Return the text that completes the emitted object; do not call `feed` afterwards."""
+
+
+class JsonArguments:
+    """The `ArgumentParser` of arguments that are written as JSON."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -52,14 +73,6 @@ class JsonArguments:
         self._out: list[str] = []
 
     def feed(self, text: str, *, is_final: bool = False) -> tuple[int, str]:
-        """Read more text.
-
-        Args:
-            text: The characters that the last call did not read, followed by new ones.
-
-        Returns:
-            How many characters were read, and the text they add to the arguments.
-        """
         at = 0
         while at < len(text) and not self._is_over():
             used = self._string(text, at) if self._want is _Want.STRING else self._token(text, at)
@@ -71,7 +84,6 @@ class JsonArguments:
         return at, out
 
     def close(self) -> str:
-        """Return the text that completes the emitted arguments; do not call `feed` afterwards."""
         text = ""
         if self._want is _Want.START:
             text = "{"

@@ -32,7 +32,7 @@ from semantic.domain.events import (
     ToolCallEnded,
     ToolCallStarted,
 )
-from semantic.domain.reply_format import ReplyFormat, ToolFormat
+from semantic.domain.reply_format import HARMONY, ReplyFormat
 from semantic.domain.sampling import FinishReason, StopMatcher, TokenLogprob
 
 
@@ -139,7 +139,7 @@ class ReplyParser:
         self._has_calls = False
         self._custom = frozenset(tool.name for tool in tools if tool.is_custom)
         self._splitters: list[Splitter] = []
-        if reply_format.tools is ToolFormat.HARMONY:
+        if reply_format.tools == HARMONY:
             self._splitters.append(HarmonySplitter(tools, new_id, sign))
             return
         if reply_format.thinking is not None:

@@ -29,24 +29,22 @@ from semantic.domain.chat import (
     ToolUsePart,
 )
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.reply_format import CALL_MARKERS, ToolFormat
+from semantic.domain.reply_format import HERMES
 
 _PARAGRAPH = "\n\n"
 _SCHEMA_ORDER = ("type", "description", "enum", "properties", "items", "required")
 # For templates without tool support: the markup most common in the training of open models.
-_CALL = CALL_MARKERS[ToolFormat.HERMES]
-_INTRODUCTION = f"""\
+_EXAMPLE = f"{HERMES.before_name}<name>{HERMES.after_name}{{<arguments>}}{HERMES.after_arguments}"
+_INTRODUCTION = """\
 # Tools
 
 You may call functions to help with the user's request. These are available:
 <tools>
-{{tools}}
+%s
 </tools>
 
 To call one, write its name and arguments as JSON:
-{_CALL.start}
-{{{{"name": "<name>", "arguments": {{{{<arguments>}}}}}}}}
-{_CALL.end}
+%s
 Each result comes back within <tool_response></tool_response>."""
 
 
@@ -129,7 +127,7 @@ class Composer:
             for index, message in enumerate(request.messages[:num_leading])
         ]
         if functions and not self._traits.has_tools:
-            texts.insert(0, _INTRODUCTION.format(tools="\n".join(map(_line, functions))))
+            texts.insert(0, _INTRODUCTION % ("\n".join(map(_line, functions)), _EXAMPLE))
             functions = ()
         head = _joined(texts, _PARAGRAPH)
         tools = _ToolIndex.of(request)
@@ -308,8 +306,9 @@ def _joined(texts: Iterator[str] | Sequence[str], separator: str) -> str:
 
 def call_text(name: str, arguments: JsonValue) -> str:
     """Return a tool call as text, in the markup for templates without tool support."""
-    call = _line({"name": name, "arguments": arguments})
-    return f"{_CALL.start}\n{call}\n{_CALL.end}"
+    written = json.dumps(name, ensure_ascii=False)[1:-1]
+    called = json.dumps(arguments, ensure_ascii=False)
+    return f"{HERMES.before_name}{written}{HERMES.after_name}{called}{HERMES.after_arguments}"
 
 
 def _line(value: JsonObject) -> str:

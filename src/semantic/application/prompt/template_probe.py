@@ -58,8 +58,7 @@ class TemplateTraits:
 
 def probe(tokenizer: TokenizerPort) -> TemplateTraits:
     """Determine what a tokenizer's chat template supports."""
-    wants_parts = not _Probe(tokenizer).shows(_user("probeask"))
-    ask = _Probe(tokenizer, wants_parts=wants_parts)
+    ask = TemplateProbe.of(tokenizer)
     a, b, c = _user("probeask"), _assistant("probesaid"), _user("probeagain")
     system = _message("system", "proberule")
     has_system = ask.shows(system, a, b, c)
@@ -67,7 +66,7 @@ def probe(tokenizer: TokenizerPort) -> TemplateTraits:
     has_tools = _has_tools(ask, ids, has_system)
     thought = _assistant("probesaid", reasoning_content="probemused", thinking="probemused")
     return TemplateTraits(
-        wants_parts=wants_parts,
+        wants_parts=ask.wants_parts,
         has_system=has_system,
         has_system_anywhere=ask.shows(a, b, system, c) and ask.shows(a, system),
         is_alternating=not ask.shows(a, _user("probemore")),
@@ -86,7 +85,7 @@ def lost_generation_prompt(
     tokenizer: TokenizerPort, traits: TemplateTraits, *, is_thinking: bool | None
 ) -> str:
     """Return the end of the generation prompt that the template omits before earlier replies."""
-    ask = _Probe(tokenizer, wants_parts=traits.wants_parts)
+    ask = TemplateProbe(tokenizer, wants_parts=traits.wants_parts)
     a, b, c = _user("probeask"), _assistant("probesaid"), _user("probeagain")
     prompt = ask.text((a,), is_thinking=is_thinking, add_generation_prompt=True)
     later = ask.text((a, b, c), is_thinking=is_thinking)
@@ -97,16 +96,31 @@ def generation_prompt(
     tokenizer: TokenizerPort, traits: TemplateTraits, *, is_thinking: bool | None
 ) -> str:
     """Return the text after the last message that makes the model reply."""
-    ask = _Probe(tokenizer, wants_parts=traits.wants_parts)
+    ask = TemplateProbe(tokenizer, wants_parts=traits.wants_parts)
     messages = (_user("probeask"),)
     prompt = ask.text(messages, is_thinking=is_thinking, add_generation_prompt=True)
     return prompt[common_prefix(prompt, ask.text(messages, is_thinking=is_thinking)) :]
 
 
 @dataclass(frozen=True, slots=True)
-class _Probe:
+class TemplateProbe:
+    """Renders test conversations.
+
+    Attributes:
+        functions: The tools of conversations that have tools.
+    """
+
     tokenizer: TokenizerPort
     wants_parts: bool = False
+    functions: Sequence[JsonObject] = (_FUNCTION,)
+
+    @classmethod
+    def of(
+        cls, tokenizer: TokenizerPort, functions: Sequence[JsonObject] = (_FUNCTION,)
+    ) -> "TemplateProbe":
+        asked = _user("probeask")
+        wants_parts = not cls(tokenizer).shows(asked) and cls(tokenizer, True).shows(asked)
+        return cls(tokenizer, wants_parts, functions)
 
     def text(
         self,
@@ -121,13 +135,16 @@ class _Probe:
         try:
             return self.tokenizer.render_chat(
                 shown,
-                [{"type": "function", "function": _FUNCTION}] if has_tools else (),
+                self._tools() if has_tools else (),
                 add_generation_prompt=add_generation_prompt,
                 is_thinking=is_thinking,
                 today=today,
             )
         except InvalidRequestError:
             return ""
+
+    def _tools(self) -> list[JsonObject]:
+        return [{"type": "function", "function": function} for function in self.functions]
 
     def shows(
         self, *messages: JsonObject, words: Sequence[str] = (), has_tools: bool = False
@@ -146,7 +163,7 @@ def in_parts(message: JsonObject) -> JsonObject:
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
-def _has_tools(ask: _Probe, ids: Sequence[str], has_system: bool) -> bool:
+def _has_tools(ask: TemplateProbe, ids: Sequence[str], has_system: bool) -> bool:
     messages = [_user("probeask"), _calling(ids[0]), _result(ids[0]), _assistant("probelast")]
     words = [
         "probetool",
@@ -164,19 +181,19 @@ def _has_tools(ask: _Probe, ids: Sequence[str], has_system: bool) -> bool:
     return ask.shows(*messages, _user("probeagain"), words=words, has_tools=True)
 
 
-def _has_parallel_calls(ask: _Probe, ids: Sequence[str]) -> bool:
+def _has_parallel_calls(ask: TemplateProbe, ids: Sequence[str]) -> bool:
     messages = [_user("probeask"), _calling(*ids), _result(ids[0]), _result(ids[1])]
     words = ["probeask", "probearg", "probearg", "proberesult", "proberesult"]
     return ask.shows(*messages, words=words, has_tools=True)
 
 
-def _keeps_loop_thinking(ask: _Probe, call_id: str) -> bool:
+def _keeps_loop_thinking(ask: TemplateProbe, call_id: str) -> bool:
     calling = {**_calling(call_id), "reasoning_content": "probemused", "thinking": "probemused"}
     words = ("probeask", "probemused", "probearg", "proberesult")
     return ask.shows(_user("probeask"), calling, _result(call_id), words=words, has_tools=True)
 
 
-def _shows_date(ask: _Probe) -> bool:
+def _shows_date(ask: TemplateProbe) -> bool:
     asked = (_user("probeask"),)
     return any(
         len({ask.text(asked, has_tools=has_tools, today=day) for day in _DAYS}) > 1

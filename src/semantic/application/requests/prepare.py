@@ -265,8 +265,9 @@ class PastConversations:
 def _shape(
     request: ChatRequest, prompt: Prompt, model: LoadedModel
 ) -> tuple[Mapping[int, bytes], ReplyShape]:
-    is_plain = prompt.has_tool_markup or request.raw_prompt is not None
-    reply_format = ReplyFormat() if is_plain else model.reply_format
+    reply_format = ReplyFormat() if request.raw_prompt is not None else model.reply_format
+    if prompt.has_tool_markup:
+        reply_format = ReplyFormat(thinking=reply_format.thinking)
     visible = reply_format.visible_ids(model.tokenizer.special_ids, has_tools=bool(request.tools))
     is_open = reply_format.is_opened_by(_tail(prompt, model, visible))
     may_think = request.thinking is None or request.thinking.is_enabled

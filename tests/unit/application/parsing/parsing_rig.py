@@ -14,8 +14,25 @@ from semantic.domain.events import (
     ToolCallDelta,
     Usage,
 )
-from semantic.domain.reply_format import Markers, ReplyFormat, ToolFormat
+from semantic.domain.reply_format import (
+    FUNCTION_GEMMA,
+    GEMMA_4,
+    GEMMA_CODE,
+    GRANITE_3,
+    HARMONY,
+    HERMES,
+    LFM,
+    LLAMA_JSON,
+    MISTRAL,
+    MISTRAL_ARGS,
+    PHI_4,
+    PYTHONIC,
+    QWEN_XML,
+    Markers,
+    ReplyFormat,
+)
 from semantic.domain.sampling import FinishReason
+from tests.notations import APERTUS, DEEPSEEK, GLM, KIMI, NOTATIONS
 
 THINK = Markers("<think>", "</think>")
 WEATHER = ToolSpec(
@@ -33,37 +50,63 @@ END = Finished(FinishReason.END_TURN, Usage(1))
 
 # Each reply calls get_weather for Zürich, 2 days, and then send without arguments.
 TWO_CALLS = {
-    ToolFormat.HERMES: (
+    HERMES: (
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}\n'
         '</tool_call>\n<tool_call>{"arguments": {}, "name": "send"}</tool_call>'
     ),
-    ToolFormat.QWEN_XML: (
+    QWEN_XML: (
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n"
         "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n"
         "<tool_call>\n<function=send>\n</function>\n</tool_call>"
     ),
-    ToolFormat.LLAMA_JSON: (
+    LLAMA_JSON: (
         '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Zürich", "days": 2}}; '
         '{"type": "function", "name": "send", "parameters": {}}'
     ),
-    ToolFormat.PYTHONIC: '[get_weather(city="Zürich", days=2), send()]',
-    ToolFormat.MISTRAL: (
+    PYTHONIC: '[get_weather(city="Zürich", days=2), send()]',
+    MISTRAL: (
         '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}, '
         '{"name": "send", "arguments": {}}]'
     ),
-    ToolFormat.MISTRAL_ARGS: (
+    MISTRAL_ARGS: (
         '[TOOL_CALLS]get_weather[ARGS]{"city": "Zürich", "days": 2}[TOOL_CALLS]send[ARGS]{}'
     ),
-    ToolFormat.GEMMA_CODE: ("```tool_code\nget_weather(city='Zürich', days=2)\nprint(send())\n```"),
-    ToolFormat.FUNCTION_GEMMA: (
+    GEMMA_CODE: ("```tool_code\nget_weather(city='Zürich', days=2)\nprint(send())\n```"),
+    FUNCTION_GEMMA: (
         "<start_function_call>call:get_weather{city:<escape>Zürich<escape>,days:2}"
         "<end_function_call><start_function_call>call:send{}<end_function_call>"
     ),
-    ToolFormat.GEMMA_4: (
+    GEMMA_4: (
         '<|tool_call>call:get_weather{city:<|"|>Zürich<|"|>,days:2}<tool_call|>'
         "<|tool_call>call:send{}<tool_call|>"
     ),
-    ToolFormat.HARMONY: (
+    LFM: "<|tool_call_start|>[get_weather(city='Zürich', days=2), send()]<|tool_call_end|>",
+    PHI_4: (
+        '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}, '
+        '{"name": "send", "arguments": {}}]<|/tool_call|>'
+    ),
+    GRANITE_3: (
+        '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}, '
+        '"id": 1}, {"name": "send", "arguments": {}, "id": "2"}]'
+    ),
+    GLM: (
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call><tool_call>send</tool_call>"
+    ),
+    KIMI: (
+        '<|calls|><|call|>functions.get_weather:0<|arguments|>{"city": "Zürich", "days": 2}'
+        "<|end call|>\n<|call|>functions.send:1<|arguments|>{}<|end call|><|end calls|>"
+    ),
+    DEEPSEEK: (
+        '<DSML calls>\n<DSML invoke name="get_weather">\n<DSML parameter name="city" string="true">'
+        'Zürich</DSML parameter>\n<DSML parameter name="days" string="false">2</DSML parameter>\n'
+        '</DSML invoke>\n<DSML invoke name="send">\n</DSML invoke>\n</DSML calls>'
+    ),
+    APERTUS: (
+        '<|tools_prefix|>[{"get_weather": {"city": "Zürich", "days": 2}}, {"send": {}}]'
+        "<|tools_suffix|>"
+    ),
+    HARMONY: (
         "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
         '{"city": "Zürich", "days": 2}<|call|><|start|>assistant to=functions.send'
         "<|channel|>commentary json<|message|>{}"
@@ -85,7 +128,9 @@ MISHAPS = (
     "<|channel|>commentary to=functions.send<|message|>print(1)<|call|>",
     "<|channel|>final<|message|>done<|return|><|channel|>analysis",
 )
-FORMATS = [ReplyFormat(tools, thinking) for tools in ToolFormat for thinking in (None, THINK)]
+FORMATS = [
+    ReplyFormat(tools, thinking) for tools in NOTATIONS.values() for thinking in (None, THINK)
+]
 
 
 def parse(

@@ -23,8 +23,20 @@ from semantic.domain.events import (
     ToolCallStarted,
     Usage,
 )
-from semantic.domain.reply_format import Harmony, ReplyFormat, ToolFormat
+from semantic.domain.reply_format import (
+    FUNCTION_GEMMA,
+    GEMMA_CODE,
+    HARMONY,
+    HERMES,
+    LLAMA_JSON,
+    PYTHONIC,
+    QWEN_XML,
+    CallNotation,
+    Harmony,
+    ReplyFormat,
+)
 from semantic.domain.sampling import FinishReason
+from tests.notations import NOTATIONS
 from tests.unit.application.parsing.parsing_rig import (
     END,
     FORMATS,
@@ -39,7 +51,8 @@ from tests.unit.application.parsing.parsing_rig import (
 pytestmark = pytest.mark.unit
 
 THINKING = ReplyFormat(thinking=THINK)
-HARMONY = ReplyFormat(ToolFormat.HARMONY)
+CHANNELS = ReplyFormat(HARMONY)
+MARKED = [notation for notation in NOTATIONS.values() if notation != HARMONY]
 FRAGMENTS = [
     *TWO_CALLS.values(),
     *MISHAPS,
@@ -80,16 +93,16 @@ def check_calls(events: list[Event]) -> None:
     assert arguments is None
 
 
-@pytest.mark.parametrize("tools", ToolFormat)
-def test_two_calls_are_found_and_nothing_else(tools: ToolFormat) -> None:
+@pytest.mark.parametrize("tools", NOTATIONS.values(), ids=NOTATIONS)
+def test_two_calls_are_found_and_nothing_else(tools: CallNotation) -> None:
     events = parse(TWO_CALLS[tools], ReplyFormat(tools))
     assert calls_of(events) == [("get_weather", {"city": "Zürich", "days": 2}), ("send", {})]
     assert text_of(events) == ""
     assert events[-1] == Finished(FinishReason.TOOL_USE, Usage(1))
 
 
-@pytest.mark.parametrize("tools", [t for t in ToolFormat if t is not ToolFormat.HARMONY])
-def test_without_tools_on_offer_markup_is_text(tools: ToolFormat) -> None:
+@pytest.mark.parametrize("tools", MARKED)
+def test_without_tools_on_offer_markup_is_text(tools: CallNotation) -> None:
     events = parse(TWO_CALLS[tools], ReplyFormat(tools), tools=())
     assert events == [TextDelta(TWO_CALLS[tools]), END]
 
@@ -109,9 +122,8 @@ def test_however_the_text_is_cut_the_events_are_the_same(
 
 @given(replies)
 def test_without_tools_no_text_is_lost(text: str) -> None:
-    for tools in ToolFormat:
-        if tools is not ToolFormat.HARMONY:
-            assert text_of(parse(text, ReplyFormat(tools), tools=())) == text
+    for tools in MARKED:
+        assert text_of(parse(text, ReplyFormat(tools), tools=())) == text
 
 
 @given(replies)
@@ -126,8 +138,8 @@ def test_thinking_and_text_add_up_to_the_whole_reply(text: str) -> None:
 
 
 @pytest.mark.parametrize("mishap", [m for m in MISHAPS if "|channel|" not in m and "cut" not in m])
-@pytest.mark.parametrize("tools", [t for t in ToolFormat if t is not ToolFormat.HARMONY])
-def test_markup_that_is_no_call_is_returned_unchanged(tools: ToolFormat, mishap: str) -> None:
+@pytest.mark.parametrize("tools", MARKED)
+def test_markup_that_is_no_call_is_returned_unchanged(tools: CallNotation, mishap: str) -> None:
     events = parse(mishap, ReplyFormat(tools))
     if not calls_of(events):
         assert events == [TextDelta(mishap), END]
@@ -203,8 +215,8 @@ def test_a_reply_cut_off_in_what_ends_a_call_has_no_text() -> None:
         assert text_of(events) == ""
 
 
-@pytest.mark.parametrize("tools", list(ToolFormat))
-def test_only_the_first_call_counts_where_several_are_not_wanted(tools: ToolFormat) -> None:
+@pytest.mark.parametrize("tools", NOTATIONS.values(), ids=NOTATIONS)
+def test_only_the_first_call_counts_where_several_are_not_wanted(tools: CallNotation) -> None:
     parser = ReplyParser(ReplyFormat(tools), TOOLS, is_parallel=False)
     events = [*parser.push(TextDelta(TWO_CALLS[tools])), *parser.push(END)]
     assert len(calls_of(events)) == 1
@@ -228,9 +240,9 @@ CUT: list[Finished | Failed] = [
 
 
 @pytest.mark.parametrize("must_call", [True, False])
-@pytest.mark.parametrize("tools", list(ToolFormat))
+@pytest.mark.parametrize("tools", NOTATIONS.values(), ids=NOTATIONS)
 def test_a_call_that_was_cut_off_is_never_complete_and_never_text(
-    tools: ToolFormat, must_call: bool
+    tools: CallNotation, must_call: bool
 ) -> None:
     text = TWO_CALLS[tools]
     expected = [("get_weather", ZURICH), ("send", {})]
@@ -253,37 +265,37 @@ def test_a_call_that_was_cut_off_is_never_complete_and_never_text(
         said = text_of(events)
         assert "Z" not in said
         # Harmony's markers are special tokens, of which no reply holds a part.
-        is_marker = tools is ToolFormat.HARMONY and any(m.startswith(said) for m in Harmony)
+        is_marker = tools == HARMONY and any(m.startswith(said) for m in Harmony)
         assert not must_call or said == "" or is_marker
 
 
 @pytest.mark.parametrize(
     "tools,text,written",
     [
-        (ToolFormat.HERMES, '<tool_call>{"name": "send", "arguments": {"a": "x, y', '{"a": "x, y'),
-        (ToolFormat.HERMES, '<tool_call>{"name": "send", "arguments": {"a": 1, "b', '{"a": 1'),
+        (HERMES, '<tool_call>{"name": "send", "arguments": {"a": "x, y', '{"a": "x, y'),
+        (HERMES, '<tool_call>{"name": "send", "arguments": {"a": 1, "b', '{"a": 1'),
         (
-            ToolFormat.QWEN_XML,
+            QWEN_XML,
             "<tool_call><function=send><parameter=a>\n1\n</parameter><parameter=b>\n<p>2",
             '{"a": 1',
         ),
-        (ToolFormat.PYTHONIC, "[send(a=[1, 2], b='x, y", '{"a": [1, 2]'),
-        (ToolFormat.PYTHONIC, "[send(a=[1, 2", "{"),
-        (ToolFormat.GEMMA_CODE, "```tool_code\nprint(send(a=1, b=", '{"a": 1'),
+        (PYTHONIC, "[send(a=[1, 2], b='x, y", '{"a": [1, 2]'),
+        (PYTHONIC, "[send(a=[1, 2", "{"),
+        (GEMMA_CODE, "```tool_code\nprint(send(a=1, b=", '{"a": 1'),
         (
-            ToolFormat.FUNCTION_GEMMA,
+            FUNCTION_GEMMA,
             "<start_function_call>call:send{a:{b:1,c:2},d:<escape>x,y",
             '{"a": {"b": 1, "c": 2}',
         ),
         (
-            ToolFormat.HARMONY,
+            HARMONY,
             '<|channel|>commentary to=functions.send<|message|>{"a": "b',
             '{"a": "b',
         ),
     ],
 )
 def test_the_complete_part_of_a_truncated_call_is_kept(
-    tools: ToolFormat, text: str, written: str
+    tools: CallNotation, text: str, written: str
 ) -> None:
     events = parse(text, ReplyFormat(tools), end=CUT[0])
     assert fold_message(events).parts == (ToolUsePart.cut("0", "send", written),)
@@ -292,14 +304,14 @@ def test_the_complete_part_of_a_truncated_call_is_kept(
 @pytest.mark.parametrize(
     "tools,text",
     [
-        (ToolFormat.LLAMA_JSON, '{"name": "Ada", "age": 3'),
-        (ToolFormat.LLAMA_JSON, '{"na'),
-        (ToolFormat.PYTHONIC, "[1, 2"),
-        (ToolFormat.HERMES, "Write <tool_call> and then the call, as in this long example"),
-        (ToolFormat.GEMMA_CODE, "```tool_code\nimport os"),
+        (LLAMA_JSON, '{"name": "Ada", "age": 3'),
+        (LLAMA_JSON, '{"na'),
+        (PYTHONIC, "[1, 2"),
+        (HERMES, "Write <tool_call> and then the call, as in this long example"),
+        (GEMMA_CODE, "```tool_code\nimport os"),
     ],
 )
-def test_an_answer_that_was_cut_off_stays_text(tools: ToolFormat, text: str) -> None:
+def test_an_answer_that_was_cut_off_stays_text(tools: CallNotation, text: str) -> None:
     assert text_of(parse(text, ReplyFormat(tools), end=CUT[0])) == text
 
 
@@ -318,8 +330,8 @@ def test_text_around_calls_has_no_stray_whitespace() -> None:
 @pytest.mark.parametrize(
     "text", ['{"name": "Bob", "age": 3}', "[1, 2, 3]", "[see (a)]", "{", "[", " plain"]
 )
-@pytest.mark.parametrize("tools", [ToolFormat.LLAMA_JSON, ToolFormat.PYTHONIC])
-def test_an_answer_that_only_looks_like_a_call_is_text(tools: ToolFormat, text: str) -> None:
+@pytest.mark.parametrize("tools", [LLAMA_JSON, PYTHONIC])
+def test_an_answer_that_only_looks_like_a_call_is_text(tools: CallNotation, text: str) -> None:
     assert parse(text, ReplyFormat(tools)) == [TextDelta(text), END]
 
 
@@ -329,13 +341,13 @@ def test_qwens_values_are_typed_by_the_schema_and_may_hold_tags() -> None:
         f"<tool_call>\n<function=get_weather>\n<parameter=city>\n{code}\n</parameter>\n"
         "<parameter=days>\n[1, 2]\n</parameter>\n</function>\n</tool_call>"
     )
-    events = parse(text, ReplyFormat(ToolFormat.QWEN_XML))
+    events = parse(text, ReplyFormat(QWEN_XML))
     assert calls_of(events) == [("get_weather", {"city": code, "days": [1, 2]})]
 
 
 def test_python_values_of_all_kinds() -> None:
     text = "[send(a=-1.5, b=[True, null], c={'d': (1, 'x')}, e=\"]\\\")\")]"
-    events = parse(text, ReplyFormat(ToolFormat.PYTHONIC))
+    events = parse(text, ReplyFormat(PYTHONIC))
     assert calls_of(events) == [
         ("send", {"a": -1.5, "b": [True, None], "c": {"d": [1, "x"]}, "e": ']")'})
     ]
@@ -344,7 +356,7 @@ def test_python_values_of_all_kinds() -> None:
 @pytest.mark.parametrize("value", ["f()", "1e999", "b'x'", "{1: 2}", "x + y", "-1e999", "..."])
 def test_python_that_is_no_literal_is_text(value: str) -> None:
     text = f"[send(a={value})]"
-    assert parse(text, ReplyFormat(ToolFormat.PYTHONIC)) == [TextDelta(text), END]
+    assert parse(text, ReplyFormat(PYTHONIC)) == [TextDelta(text), END]
 
 
 def test_gemmas_nested_values() -> None:
@@ -352,7 +364,7 @@ def test_gemmas_nested_values() -> None:
         "<start_function_call>call:send{a:{b:[1,<escape>x, y}<escape>,true]},c:word}"
         "<end_function_call>"
     )
-    events = parse(text, ReplyFormat(ToolFormat.FUNCTION_GEMMA))
+    events = parse(text, ReplyFormat(FUNCTION_GEMMA))
     assert calls_of(events) == [("send", {"a": {"b": [1, "x, y}", True]}, "c": "word"})]
 
 
@@ -387,7 +399,7 @@ def test_an_answer_may_talk_about_the_markers() -> None:
 
 
 def test_calls_follow_thinking() -> None:
-    events = parse("<think>a</think>\n" + TWO_CALLS[ToolFormat.HERMES], THINKING)
+    events = parse("<think>a</think>\n" + TWO_CALLS[HERMES], THINKING)
     assert events[:2] == [ThinkingDelta("a"), ThinkingEnded("signed")]
     assert len(calls_of(events)) == 2
     assert text_of(events) == ""
@@ -398,7 +410,7 @@ def test_harmonys_channels() -> None:
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary"
         "<|message|>Let me look.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
     )
-    assert parse(text, HARMONY) == [
+    assert parse(text, CHANNELS) == [
         ThinkingDelta("hm"),
         ThinkingEnded("signed"),
         TextDelta("Let me look.Yes."),
@@ -409,15 +421,15 @@ def test_harmonys_channels() -> None:
 @pytest.mark.parametrize("tools", [TOOLS, ()])
 def test_harmonys_messages_to_others_are_text(tools: tuple[()]) -> None:
     text = "<|channel|>commentary to=functions.nobody<|message|>{}<|call|>"
-    assert parse(text, HARMONY, tools) == [TextDelta("{}"), END]
+    assert parse(text, CHANNELS, tools) == [TextDelta("{}"), END]
     text = "<|channel|>commentary to=functions.send<|message|>print()<|call|>"
-    assert parse(text, HARMONY, tools) == [TextDelta("print()"), END]
+    assert parse(text, CHANNELS, tools) == [TextDelta("print()"), END]
 
 
 def test_a_harmony_call_cut_off_is_closed() -> None:
     text = '<|channel|>commentary to=functions.send<|message|>{"a": "b'
-    assert calls_of(parse(text, HARMONY)) == [("send", {"a": "b"})]
-    assert calls_of(parse(text[: text.index("{")], HARMONY)) == [("send", {})]
+    assert calls_of(parse(text, CHANNELS)) == [("send", {"a": "b"})]
+    assert calls_of(parse(text[: text.index("{")], CHANNELS)) == [("send", {})]
 
 
 # -- log-probabilities, and the message -------------------------------------------------------

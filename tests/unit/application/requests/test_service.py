@@ -48,7 +48,7 @@ from semantic.domain.errors import (
     QuotaExceededError,
 )
 from semantic.domain.events import Event, Failed, Finished, Started, TextDelta
-from semantic.domain.reply_format import Markers, ReplyFormat, ReplyShape, ToolFormat
+from semantic.domain.reply_format import HARMONY, Markers, ReplyFormat, ReplyShape
 from semantic.domain.sampling import (
     DEFAULT_REPLY_TOKENS,
     UNSET_SAMPLING,
@@ -168,7 +168,7 @@ class _ThinkingTokenizer(FakeTokenizer):
     "reply_format,opening",
     [
         (ReplyFormat(thinking=Markers("<think>", "</think>")), "\n</think>\n\n"),
-        (ReplyFormat(ToolFormat.HARMONY), "<|channel|>final<|message|>"),
+        (ReplyFormat(HARMONY), "<|channel|>final<|message|>"),
         (ReplyFormat(), ""),
     ],
 )

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantic.application.requests.thinking_budget import ThinkingBudget, ThinkingCounter
-from semantic.domain.reply_format import Markers, ReplyFormat, ToolFormat
+from semantic.domain.reply_format import HARMONY, Markers, ReplyFormat
 
 pytestmark = pytest.mark.unit
 
@@ -110,7 +110,7 @@ def test_an_inner_constraint_comes_before_the_budget() -> None:
 
 
 def test_channels_are_thinking_too() -> None:
-    markers = ReplyFormat(ToolFormat.HARMONY).thinking_markers
+    markers = ReplyFormat(HARMONY).thinking_markers
     assert markers is not None
     followed = ThinkingCounter(markers, piece)
     for token in b"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant":

@@ -13,7 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from llguidance import LLMatcher, regex_to_lark
 
 from semantic.adapters.outbound.grammar.constraint import Closing, GrammarConstraint
-from semantic.adapters.outbound.grammar.tool_calls import CALLS, Lark, unanchored
+from semantic.adapters.outbound.grammar.tool_calls import (
+    Lark,
+    call_grammar,
+    unanchored,
+    value_ends,
+)
 from semantic.adapters.outbound.grammar.trial import EXCEEDED, GrammarTrials
 from semantic.adapters.outbound.grammar.vocabulary import TokenTable, Vocabulary
 from semantic.domain.chat import (
@@ -31,9 +36,9 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.domain.reply_format import (
     ANALYSIS_HEADER,
     FINAL_HEADER,
+    HARMONY,
     Harmony,
     ReplyShape,
-    ToolFormat,
 )
 from semantic.ports.text import TokenConstraint, TokenizerPort
 
@@ -52,7 +57,7 @@ def exits(shape: ReplyShape) -> tuple[str, ...]:
     """Texts that end a free text which a reply of this shape may contain."""
     thinking = shape.format.thinking
     ends = (thinking.end,) if thinking is not None else ()
-    return ends + (CALLS[shape.format.tools].exits if shape.allowed_tools else ())
+    return ends + value_ends(shape.format.tools, shape.allowed_tools)
 
 
 def _output(lark: Lark, output: OutputFormat) -> str:
@@ -70,37 +75,36 @@ def _body(lark: Lark, shape: ReplyShape) -> str:
     tools, output = shape.allowed_tools, shape.output
     if not tools:
         return _answer(lark, shape, output)
-    call_format = CALLS[shape.format.tools]
-    one = call_format.call(lark, tools)
-    calls = call_format.several(lark, one) if shape.may_repeat_calls else one
+    grammar = call_grammar(shape.format.tools, lark, tools)
+    calls = grammar.several() if shape.may_repeat_calls else grammar.one()
     if shape.must_call:
         return calls
     if output is not None:
         return f"({calls} | {_answer(lark, shape, output)})"
-    return call_format.among_text(lark, one)
+    return grammar.among_text()
 
 
 def _answer(lark: Lark, shape: ReplyShape, output: OutputFormat | None) -> str:
     rule = "TEXT" if output is None else _output(lark, output)
-    if shape.format.tools is not ToolFormat.HARMONY:
+    if shape.format.tools != HARMONY:
         return rule
     return f"{lark.markers(*FINAL_HEADER)} {rule}"
 
 
 def _thinking(lark: Lark, shape: ReplyShape) -> str:
-    if shape.format.tools is ToolFormat.HARMONY:
+    if shape.format.tools == HARMONY:
         return _analysis(lark) if shape.may_think else ""
     markers = shape.format.thinking
     if markers is None or not (shape.may_think or shape.is_thinking_open):
         return ""
-    thought = lark.text_until("thought", markers.end)
+    thought = lark.text_until(markers.end)
     if shape.is_thinking_open:
         return f"{thought} {_GAP}"
     return f"({lark.marker(markers.start)} {thought} {_GAP})?"
 
 
 def _analysis(lark: Lark) -> str:
-    thought = f"{lark.markers(*ANALYSIS_HEADER)} {lark.text_until('analysis', Harmony.END)}"
+    thought = f"{lark.markers(*ANALYSIS_HEADER)} {lark.text_until(Harmony.END)}"
     return f"({thought} {lark.markers(Harmony.START, 'assistant')})?"
 
 

@@ -1,17 +1,19 @@
-"""Grammars in llguidance's dialect of Lark, with each model family's syntax of tool calls."""
+"""Grammars in llguidance's dialect of Lark, with the notations of tool calls."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from llguidance import regex_to_lark
 
 from semantic.domain.chat import JsonObject, JsonValue, ToolSpec
 from semantic.domain.reply_format import (
-    CALL_MARKERS,
     FINAL_HEADER,
+    SLOT,
+    ArgumentStyle,
+    CallNotation,
     Harmony,
-    QwenTag,
-    ToolFormat,
 )
 
 # JSON as chat templates write it. No other white space is allowed, because a model could otherwise
@@ -21,7 +23,9 @@ _JSON_STYLE: JsonObject = {
     "item_separator": ", ",
     "key_separator": ": ",
 }
-_LENIENT: JsonObject = {**_JSON_STYLE, "lenient": True}
+_SPACED_JSON_STYLE: JsonObject = {"whitespace_flexible": True}
+_ANY_TEXT = r"(.|\n)*"
+_ID = "/[A-Za-z0-9_\\-]{1,40}/"
 
 
 class Lark:
@@ -29,7 +33,9 @@ class Lark:
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self._special_tokens = special_tokens
-        self._rules: dict[str, str] = {"TEXT": "/(.|\\n)*/"}
+        longest_first = sorted(filter(None, special_tokens), key=len, reverse=True)
+        self._special_pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._rules: dict[str, str] = {"TEXT": f"/{_ANY_TEXT}/"}
 
     def text(self) -> str:
         return "%llguidance {}\n" + "\n".join(f"{n}: {b}" for n, b in self._rules.items())
@@ -39,8 +45,9 @@ class Lark:
         self._rules[name] = body
         return name.removesuffix("[lazy]")
 
-    def json(self, schema: JsonObject, *, is_lenient: bool = False) -> str:
-        styled = {**schema, "x-guidance": _LENIENT if is_lenient else _JSON_STYLE}
+    def json(self, schema: JsonObject, *, is_lenient: bool = False, is_spaced: bool = False) -> str:
+        style = {**(_SPACED_JSON_STYLE if is_spaced else _JSON_STYLE), "lenient": is_lenient}
+        styled = {**schema, "x-guidance": style}
         return self.rule(f"json_{len(self._rules)}", f"%json {json.dumps(styled)}")
 
     def quoted(self, text: str) -> str:
@@ -54,16 +61,23 @@ class Lark:
     def markers(self, *texts: str) -> str:
         return " ".join(self.marker(text) for text in texts)
 
-    def text_until(self, name: str, end: str, schema: JsonObject | None = None) -> str:
+    def literal(self, text: str) -> str:
+        """A text that may contain special tokens, and slots for ids."""
+        pieces = re.split(f"({SLOT}|{self._special_pattern})", text)
+        return " ".join(_ID if p == SLOT else self.marker(p) for p in pieces if p)
+
+    def text_until(self, end: str, schema: JsonObject | None = None) -> str:
         """A rule for text up to and including `end`: free, or as the pattern of a schema wants."""
-        text, pattern = "TEXT", (schema or {}).get("pattern")
-        if isinstance(pattern, str):
-            number = len(self._rules)
-            text = self.rule(f"PATTERN_{number}", f"/{regex_to_lark(_searched(pattern), 'dw')}/")
-            name = f"{name}_{number}"
-        if end in self._special_tokens:
-            return f"{text} {self.marker(end)}"
-        return self.rule(f"{name}[lazy]", f"{text} {self.quoted(end)}")
+        pattern, number = (schema or {}).get("pattern"), len(self._rules)
+        wanted = regex_to_lark(_searched(pattern), "dw") if isinstance(pattern, str) else _ANY_TEXT
+        special = re.search(self._special_pattern, end)
+        if special is None:
+            text = self.rule(f"TEXT_{number}", f"/{wanted}/")
+            return self.rule(f"until_{number}[lazy]", f"{text} {self.quoted(end)}")
+        # A special token ends a text by itself.
+        before = "".join(f"\\x{{{ord(char):x}}}" for char in end[: special.start()])
+        text = self.rule(f"TEXT_{number}", f"/{wanted}{before}/")
+        return f"{text} {self.literal(end[special.start() :])}"
 
 
 def unanchored(pattern: str) -> str:
@@ -77,223 +91,207 @@ def unanchored(pattern: str) -> str:
 def _searched(pattern: str) -> str:
     """Extend a schema's pattern, which may match anywhere in a text, to match the whole text."""
     inner = unanchored(pattern)
-    before = "" if pattern.startswith("^") else r"(.|\n)*"
-    after = "" if pattern.removeprefix("^") != inner else r"(.|\n)*"
+    before = "" if pattern.startswith("^") else _ANY_TEXT
+    after = "" if pattern.removeprefix("^") != inner else _ANY_TEXT
     return f"{before}({inner}){after}"
-
-
-class CallGrammar:
-    """The call syntax of one model family.
-
-    `exits` are texts that end the free text inside a call, or lead to the call itself.
-    """
-
-    exits: tuple[str, ...] = ()
-
-    def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
-        """A rule for one call of any of the tools."""
-        raise NotImplementedError
-
-    def several(self, lark: Lark, call: str) -> str:  # noqa: ARG002 - for families that can
-        """A rule for one or more calls; only one if the family's replies have at most one."""
-        return call
-
-    def among_text(self, lark: Lark, call: str) -> str:
-        """A rule for free text that may contain calls."""
-        raise NotImplementedError
-
-
-def _arguments(lark: Lark, tool: ToolSpec) -> str:
-    schema: JsonObject = {**tool.parameters, "type": "object"}
-    return lark.json(schema, is_lenient=not tool.is_strict)
 
 
 def _any_of(rules: Sequence[str]) -> str:
     return "(" + " | ".join(rules) + ")"
 
 
-class _MarkedCall(CallGrammar):
-    """Calls between markers; the opening marker distinguishes a call from text."""
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """A parameter of a tool."""
 
-    def __init__(self, tool_format: ToolFormat, separator: str = "\n") -> None:
-        self._markers = CALL_MARKERS[tool_format]
-        self._separator = separator
+    name: str
+    schema: JsonObject
+    is_required: bool
 
-    def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
-        inner = lark.rule("call_body", _any_of([self.body(lark, tool) for tool in tools]))
-        end = lark.marker(self._markers.end) if self._markers.end else ""
-        lark.rule("call_rest", f"{inner} {end}".strip())
-        return lark.rule("call", f"{lark.marker(self._markers.start)} call_rest")
+    @property
+    def is_string(self) -> bool:
+        return self.schema.get("type") == "string" and "enum" not in self.schema
 
-    def several(self, lark: Lark, call: str) -> str:
-        between = f"{lark.quoted(self._separator)} " if self._separator else ""
-        return f"{call} ({between}{call})*"
+    @property
+    def is_free_string(self) -> bool:
+        return self.is_string and not {"pattern", "format", "minLength", "maxLength"} & {
+            *self.schema
+        }
 
-    def among_text(self, lark: Lark, call: str) -> str:
-        return f"({lark.text_until('until_call', self._markers.start)} {call}_rest)* TEXT"
-
-    def body(self, lark: Lark, tool: ToolSpec) -> str:
-        raise NotImplementedError
-
-
-def _json_call(lark: Lark, tool: ToolSpec, key: str) -> str:
-    head = lark.quoted(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
-    return f'{head} {_arguments(lark, tool)} "}}"'
-
-
-class _Hermes(_MarkedCall):
-    def body(self, lark: Lark, tool: ToolSpec) -> str:
-        return f'"\\n" {_json_call(lark, tool, "arguments")} "\\n"'
+    @property
+    def choices(self) -> list[str]:
+        """The strings of an enumeration; empty if it is none, or has other values."""
+        listed = self.schema.get("enum")
+        texts = (
+            [choice for choice in listed if isinstance(choice, str)]
+            if isinstance(listed, list)
+            else []
+        )
+        return texts if isinstance(listed, list) and len(texts) == len(listed) else []
 
 
-class _MistralList(_MarkedCall):
-    """One list of calls after the marker; several calls are several entries."""
+class CallGrammar:
+    """The grammar of calls in one notation, for the tools that may be called."""
 
-    def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
-        one = _any_of([_json_call(lark, tool, "arguments") for tool in tools])
-        entry = lark.rule("entry", one)
-        lark.rule("call_rest", f'"[" {entry} "]"')
-        lark.rule("call_list", f'"[" {entry} (", " {entry})* "]"')
-        return lark.rule("call", f"{lark.marker(self._markers.start)} call_rest")
+    def __init__(self, notation: CallNotation, lark: Lark, tools: Sequence[ToolSpec]) -> None:
+        self._notation = notation
+        self._lark = lark
+        lark.rule("call_rest", _any_of([self._from_name(tool) for tool in tools]))
+        lark.rule("call", f"{lark.literal(notation.before_name)} call_rest")
 
-    def several(self, lark: Lark, call: str) -> str:
-        return f"{lark.marker(self._markers.start)} {call}_list"
+    def one(self) -> str:
+        """A rule for one call."""
+        return f"{self._lark.literal(self._notation.start)} call {self._end}"
 
-    def among_text(self, lark: Lark, call: str) -> str:
-        return f"({lark.text_until('until_call', self._markers.start)} {call}_list | TEXT)"
+    def several(self) -> str:
+        """A rule for one or more calls; only one if the notation has no more."""
+        return f"{self._lark.literal(self._notation.start)} {self._repeated} {self._end}"
 
+    def among_text(self) -> str:
+        """A rule for free text that may contain calls."""
+        lark, opener = self._lark, self._notation.opener
+        if not opener:  # the call is the whole reply, and text must not start like a call
+            answer = lark.rule("ANSWER", r"/[^{\[<\s](.|\n)*/")
+            return f"({self.several()} | {answer})"
+        if start := self._notation.start:
+            rest = f"{lark.literal(start.removeprefix(opener))} {self._repeated} {self._end}"
+        else:
+            rest = f"{lark.literal(self._notation.before_name.removeprefix(opener))} call_rest"
+        return f"({lark.text_until(opener)} {rest})* TEXT"
 
-class _MistralArgs(_MarkedCall):
-    def body(self, lark: Lark, tool: ToolSpec) -> str:
-        return f"{lark.markers(tool.name, self._markers.arguments)} {_arguments(lark, tool)}"
+    @property
+    def _repeated(self) -> str:
+        separator = self._lark.literal(self._notation.separator)
+        return f"call ({separator} call)*" if self._notation.is_parallel else "call"
 
+    @property
+    def _end(self) -> str:
+        return self._lark.literal(self._notation.end)
 
-class _QwenXml(_MarkedCall):
-    exits = (f"\n{QwenTag.PARAMETER_END}\n",)
+    # -- one call, from its name on -------------------------------------------------------------
 
-    def body(self, lark: Lark, tool: ToolSpec) -> str:
-        parameters = [
-            (self._parameter(lark, name, schema, tool), is_required)
-            for name, schema, is_required in _parameters_of(tool)
-        ]
-        inner = " ".join(rule if is_required else f"({rule})?" for rule, is_required in parameters)
-        head = lark.quoted(f"\n{QwenTag.FUNCTION}{tool.name}>\n")
-        end = lark.quoted(f"{QwenTag.FUNCTION_END}\n")
-        return f"{head} {inner} {end}"
+    def _from_name(self, tool: ToolSpec) -> str:
+        notation, lark = self._notation, self._lark
+        name = json.dumps(tool.name)[1:-1] if notation.is_json_object else tool.name
+        head = lark.literal(name + notation.after_name)
+        return f"{head} {self._arguments(tool)} {lark.literal(notation.after_arguments)}"
 
-    def _parameter(self, lark: Lark, name: str, schema: JsonObject, tool: ToolSpec) -> str:
-        head, end = lark.quoted(f"{QwenTag.PARAMETER}{name}>\n"), self.exits[0]
-        if schema.get("type") != "string" or "enum" in schema:
-            return f"{head} {_bare_value(lark, schema, tool)} {lark.quoted(end)}"
-        return f"{head} {lark.text_until('value', end, schema)}"
+    def _arguments(self, tool: ToolSpec) -> str:
+        match self._notation.style:
+            case ArgumentStyle.TAGS:
+                return " ".join(_optional(self._tag(p, tool), p) for p in _parameters_of(tool))
+            case ArgumentStyle.PYTHON:
+                pairs = [(self._keyword(p, tool), p) for p in _parameters_of(tool)]
+                return f'"(" {_in_order(self._lark, pairs, ", ")} ")"'
+            case ArgumentStyle.GEMMA:
+                pairs = [(self._member(p, tool), p) for p in _parameters_of(tool)]
+                return _in_order(self._lark, pairs, ",")
+            case _:
+                schema: JsonObject = {**tool.parameters, "type": "object"}
+                return self._lark.json(
+                    schema, is_lenient=not tool.is_strict, is_spaced=self._notation.is_json_spaced
+                )
 
+    def _tag(self, parameter: _Parameter, tool: ToolSpec) -> str:
+        notation, lark, name = self._notation, self._lark, parameter.name
+        end = notation.after_value.replace(SLOT, name)
+        if parameter.is_string or parameter.choices:
+            head = lark.literal(notation.before_key + name + notation.before_value)
+            if parameter.is_string:
+                return f"{head} {lark.text_until(end, parameter.schema)}"
+            return f"{head} {_choices(lark, parameter)} {lark.literal(end)}"
+        head = lark.literal(notation.before_key + name + notation.before_other)
+        return f"{head} {_bare_value(lark, parameter.schema, tool)} {lark.literal(end)}"
 
-class _Gemma(_MarkedCall):
-    """``call:name{key:value}``; strings are enclosed in a special marker."""
+    def _keyword(self, parameter: _Parameter, tool: ToolSpec) -> str:
+        head = self._lark.quoted(f"{parameter.name}=")
+        if self._notation.quote == "'" and parameter.is_free_string:
+            return f"{head} /'([^'\\\\\\n]|\\\\.)*'/"
+        return f"{head} {_bare_value(self._lark, parameter.schema, tool)}"
 
-    def __init__(self, tool_format: ToolFormat) -> None:
-        super().__init__(tool_format, separator="")
-        self._quote = self._markers.quote
-        self.exits = (self._quote,)
+    def _member(self, parameter: _Parameter, tool: ToolSpec) -> str:
+        return f"{self._lark.quoted(parameter.name + ':')} {self._gemma_value(parameter, tool)}"
 
-    def body(self, lark: Lark, tool: ToolSpec) -> str:
-        parameters = [
-            (f"{lark.quoted(name + ':')} {self._value(lark, schema, tool)}", is_required)
-            for name, schema, is_required in _parameters_of(tool)
-        ]
-        head = lark.quoted(f"call:{tool.name}{{")
-        return f'{head} {_in_order(lark, parameters, ",")} "}}"'
-
-    def _value(self, lark: Lark, schema: JsonObject, tool: ToolSpec) -> str:
+    def _gemma_value(self, parameter: _Parameter, tool: ToolSpec) -> str:
+        lark, schema = self._lark, parameter.schema
         if schema.get("type") in ("integer", "number", "boolean", "null"):
             return _bare_value(lark, schema, tool)
-        quote = lark.marker(self._quote)
-        choices = schema.get("enum")
-        if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
-            literals = _any_of([lark.quoted(str(choice)) for choice in choices])
-            return f"{quote} {literals} {quote}"
-        string = f"{quote} {lark.text_until('quoted', self._quote, schema)}"
-        return string if schema.get("type") == "string" else self._any_value(lark, string)
+        quote = lark.marker(self._notation.quote)
+        if parameter.choices:
+            return f"{quote} {_choices(lark, parameter)} {quote}"
+        string = f"{quote} {lark.text_until(self._notation.quote, schema)}"
+        return string if parameter.is_string else self._any_gemma_value(string)
 
-    def _any_value(self, lark: Lark, string: str) -> str:
+    def _any_gemma_value(self, string: str) -> str:
         """Any well-formed object, list or scalar; nested schemas are not enforced."""
+        lark = self._lark
         number = lark.json({"type": ["number", "boolean", "null"]})
-        key = "/[A-Za-z_][A-Za-z0-9_]*/"
-        lark.rule("gemma_pair", f'{key} ":" gemma_value')
+        lark.rule("gemma_pair", '/[A-Za-z_][A-Za-z0-9_]*/ ":" gemma_value')
         lark.rule("gemma_object", '"{" (gemma_pair ("," gemma_pair)*)? "}"')
         lark.rule("gemma_list", '"[" (gemma_value ("," gemma_value)*)? "]"')
         return lark.rule("gemma_value", f"{string} | {number} | gemma_object | gemma_list")
 
 
-class _LlamaJson(CallGrammar):
-    """The call is the whole reply; text must not start like a call."""
-
-    def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
-        return lark.rule("call", _any_of([_json_call(lark, t, "parameters") for t in tools]))
-
-    def among_text(self, lark: Lark, call: str) -> str:
-        answer = lark.rule("ANSWER", r"/[^{\[<\s](.|\n)*/")
-        return f"({call} | {answer})"
-
-
-class _Pythonic(_LlamaJson):
-    """A list of calls with keyword arguments, whose values are JSON."""
-
-    def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
-        lark.rule("entry", _any_of([_python_call(lark, tool) for tool in tools]))
-        return lark.rule("call", '"[" entry "]"')
-
-    def several(self, lark: Lark, call: str) -> str:
-        return lark.rule(f"{call}_list", '"[" entry (", " entry)* "]"')
-
-    def among_text(self, lark: Lark, call: str) -> str:
-        return super().among_text(lark, self.several(lark, call))
-
-
-class _GemmaCode(_MarkedCall):
-    def body(self, lark: Lark, tool: ToolSpec) -> str:
-        return f'"\\n" {_python_call(lark, tool)} "\\n"'
-
-
-class _Harmony(CallGrammar):
+class HarmonyGrammar(CallGrammar):
     """Calls are messages to a function on the commentary channel."""
 
-    exits = (Harmony.END,)
+    def several(self) -> str:
+        return self.one()
 
-    def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
-        bodies = [self._body(lark, tool) for tool in tools]
-        return lark.rule("call", f"{lark.marker(Harmony.CHANNEL)} {_any_of(bodies)}")
+    def one(self) -> str:
+        return f"{self._lark.marker(Harmony.CHANNEL)} call_rest"
 
-    def among_text(self, lark: Lark, call: str) -> str:
-        preamble = lark.markers(Harmony.CHANNEL, "commentary", Harmony.MESSAGE)
-        next_message = lark.markers(Harmony.END, Harmony.START, "assistant")
-        final = lark.markers(*FINAL_HEADER)
-        return f"({preamble} TEXT {next_message})? ({call} | {final} TEXT)"
+    def among_text(self) -> str:
+        preamble = self._lark.markers(Harmony.CHANNEL, "commentary", Harmony.MESSAGE)
+        next_message = self._lark.markers(Harmony.END, Harmony.START, "assistant")
+        final = self._lark.markers(*FINAL_HEADER)
+        return f"({preamble} TEXT {next_message})? ({self.one()} | {final} TEXT)"
 
-    def _body(self, lark: Lark, tool: ToolSpec) -> str:
-        head = lark.quoted(f"commentary to=functions.{tool.name} ")
-        rest = lark.markers(Harmony.CONSTRAIN, "json", Harmony.MESSAGE)
-        return f"{head} {rest} {_arguments(lark, tool)}"
+    def _from_name(self, tool: ToolSpec) -> str:
+        head = self._lark.quoted(f"commentary to=functions.{tool.name} ")
+        rest = self._lark.markers(Harmony.CONSTRAIN, "json", Harmony.MESSAGE)
+        return f"{head} {rest} {self._arguments(tool)}"
 
 
-def _parameters_of(tool: ToolSpec) -> list[tuple[str, JsonObject, bool]]:
-    """Name, schema and required flag of each parameter, required ones first."""
+def call_grammar(notation: CallNotation, lark: Lark, tools: Sequence[ToolSpec]) -> CallGrammar:
+    """Add the rules for calls of these tools to a grammar."""
+    has_channels = notation.style is ArgumentStyle.CHANNELS
+    return (HarmonyGrammar if has_channels else CallGrammar)(notation, lark, tools)
+
+
+def value_ends(notation: CallNotation, tools: Sequence[ToolSpec]) -> tuple[str, ...]:
+    """Texts that end the free text inside a call, or lead to the call itself."""
+    match notation.style:
+        case ArgumentStyle.TAGS:
+            names = {p.name for tool in tools for p in _parameters_of(tool)}
+            ends = dict.fromkeys(notation.after_value.replace(SLOT, n) for n in sorted(names))
+            return tuple(ends)
+        case ArgumentStyle.GEMMA:
+            return (notation.quote,)
+        case ArgumentStyle.CHANNELS:
+            return (Harmony.END,)
+        case _:
+            return ()
+
+
+def _parameters_of(tool: ToolSpec) -> list[_Parameter]:
+    """The parameters, required ones first."""
     known, required = tool.parameters.get("properties"), tool.parameters.get("required")
     properties = known if isinstance(known, dict) else {}
     needed = required if isinstance(required, list) else []
     listed = [
-        (name, schema if isinstance(schema, dict) else {}, name in needed)
+        _Parameter(name, schema if isinstance(schema, dict) else {}, name in needed)
         for name, schema in properties.items()
     ]
-    return sorted(listed, key=lambda entry: not entry[2])
+    return sorted(listed, key=lambda parameter: not parameter.is_required)
 
 
-def _python_call(lark: Lark, tool: ToolSpec) -> str:
-    parameters = [
-        (f"{lark.quoted(name + '=')} {_bare_value(lark, schema, tool)}", is_required)
-        for name, schema, is_required in _parameters_of(tool)
-    ]
-    return f'{lark.quoted(tool.name + "(")} {_in_order(lark, parameters, ", ")} ")"'
+def _optional(rule: str, parameter: _Parameter) -> str:
+    return rule if parameter.is_required else f"({rule})?"
+
+
+def _choices(lark: Lark, parameter: _Parameter) -> str:
+    return _any_of([lark.quoted(choice) for choice in parameter.choices])
 
 
 def _bare_value(lark: Lark, schema: JsonObject, tool: ToolSpec) -> str:
@@ -304,11 +302,11 @@ def _bare_value(lark: Lark, schema: JsonObject, tool: ToolSpec) -> str:
     return lark.json({**shared, **schema}, is_lenient=not tool.is_strict)
 
 
-def _in_order(lark: Lark, parameters: Sequence[tuple[str, bool]], separator: str) -> str:
+def _in_order(lark: Lark, pairs: Sequence[tuple[str, _Parameter]], separator: str) -> str:
     """Required parameters, then any of the optional ones, with separators between them."""
     comma = lark.quoted(separator)
-    required = [rule for rule, is_required in parameters if is_required]
-    optional = [rule for rule, is_required in parameters if not is_required]
+    required = [rule for rule, parameter in pairs if parameter.is_required]
+    optional = [rule for rule, parameter in pairs if not parameter.is_required]
     if required:
         head = f" {comma} ".join(required)
         return " ".join([head, *(f"({comma} {rule})?" for rule in optional)])
@@ -317,17 +315,3 @@ def _in_order(lark: Lark, parameters: Sequence[tuple[str, bool]], separator: str
         for index, rule in enumerate(optional)
     ]
     return f"{_any_of(firsts)}?" if firsts else ""
-
-
-CALLS: Mapping[ToolFormat, CallGrammar] = {
-    ToolFormat.HERMES: _Hermes(ToolFormat.HERMES),
-    ToolFormat.QWEN_XML: _QwenXml(ToolFormat.QWEN_XML),
-    ToolFormat.LLAMA_JSON: _LlamaJson(),
-    ToolFormat.PYTHONIC: _Pythonic(),
-    ToolFormat.MISTRAL: _MistralList(ToolFormat.MISTRAL),
-    ToolFormat.MISTRAL_ARGS: _MistralArgs(ToolFormat.MISTRAL_ARGS, separator=""),
-    ToolFormat.GEMMA_CODE: _GemmaCode(ToolFormat.GEMMA_CODE),
-    ToolFormat.FUNCTION_GEMMA: _Gemma(ToolFormat.FUNCTION_GEMMA),
-    ToolFormat.GEMMA_4: _Gemma(ToolFormat.GEMMA_4),
-    ToolFormat.HARMONY: _Harmony(),
-}

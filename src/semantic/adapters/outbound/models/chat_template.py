@@ -173,6 +173,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     """
 
     def getattr(self, obj: object, attribute: str) -> object:
+        if type(obj) is list and attribute in ("append", "pop"):
+            return getattr(obj, attribute)  # every conversation has lists of its own
         if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute]
         if type(obj) is str and attribute in _HARMLESS_METHODS:
@@ -217,8 +219,8 @@ def _finalize_at_run_time(_context: object, value: object) -> object:
     return value
 
 
-def _to_json(value: object, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, **options)
+def _to_json(value: object, *, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise(message: str) -> NoReturn:

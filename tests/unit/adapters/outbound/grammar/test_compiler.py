@@ -20,7 +20,7 @@ from semantic.domain.chat import (
     ToolSpec,
 )
 from semantic.domain.errors import BackendError, InvalidRequestError
-from semantic.domain.reply_format import ReplyFormat, ReplyShape, ToolFormat
+from semantic.domain.reply_format import CallNotation, ReplyFormat, ReplyShape
 from tests.grammar_rig import (
     PERSON,
     PLAIN,
@@ -31,6 +31,7 @@ from tests.grammar_rig import (
     check_reply,
     write_at_random,
 )
+from tests.notations import NOTATIONS
 
 pytestmark = pytest.mark.unit
 
@@ -170,9 +171,9 @@ def test_what_cannot_be_honoured_is_refused(
     "choice",
     [ToolChoice(ToolMode.REQUIRED, is_parallel=False), ToolChoice(ToolMode.NAMED, "get_weather")],
 )
-@pytest.mark.parametrize("tools", ToolFormat)
+@pytest.mark.parametrize("tools", NOTATIONS.values(), ids=NOTATIONS)
 def test_a_named_tool_is_called_once_and_so_is_one_where_several_are_not_wanted(
-    grammar: LLGuidanceGrammar, tools: ToolFormat, choice: ToolChoice
+    grammar: LLGuidanceGrammar, tools: CallNotation, choice: ToolChoice
 ) -> None:
     shape = ReplyShape(ReplyFormat(tools), tools=TOOLS, tool_choice=choice, may_think=False)
     for seed in range(3):
