@@ -1,6 +1,7 @@
 """Constrained replies with the starter model's vocabulary, and from the model itself."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -13,18 +14,23 @@ from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.request import EngineEvent, EventBatch, Job
+from semantic.application.prompt.format_probe import probe_reply_format
 from semantic.application.settings import EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.events import Finished, TextDelta
 from semantic.domain.pool import BlockPool
-from semantic.domain.reply_format import ReplyFormat, ReplyShape, detect_reply_format
+from semantic.domain.reply_format import Harmony, ReplyFormat, ReplyShape
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec
 from tests.grammar_rig import SHAPES, check_reply, tool_shapes, write_at_random
+from tests.notations import NOTATIONS
 
 pytestmark = pytest.mark.integration
 
 QUESTION = "Tell me about Ada Lovelace, who was 36, and about the weather in London."
+
+
+_TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]|```\w*")
 
 
 class MarkedTokenizer(HFTokenizer):
@@ -32,8 +38,8 @@ class MarkedTokenizer(HFTokenizer):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        formats = [shape.format for shape in tool_shapes().values()]
-        texts = dict.fromkeys(m for f in formats for m in f.markers(has_tools=True))
+        notations = "\n".join(t for notation in NOTATIONS.values() for t in notation.texts)
+        texts = dict.fromkeys((*_TAG.findall(notations), *Harmony))
         self._added = {text: self.vocab_size + index for index, text in enumerate(texts)}
         self.vocab_size += len(self._added)
         self.special_ids |= self._added
@@ -58,8 +64,7 @@ def marked(starter_model_dir: Path) -> tuple[MarkedTokenizer, LLGuidanceGrammar]
 
 
 def test_the_starter_writes_calls_as_we_explain_them(tokenizer: HFTokenizer) -> None:
-    found = detect_reply_format(tokenizer.chat_template, tokenizer.special_ids)
-    assert found == ReplyFormat()
+    assert probe_reply_format(tokenizer) == ReplyFormat()
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -117,7 +117,7 @@ class CallNotation:
 
 
 class Harmony(enum.StrEnum):
-    """The special tokens of `ToolFormat.HARMONY`."""
+    """The special tokens of `HARMONY`."""
 
     START = "<|start|>"
     END = "<|end|>"

@@ -5,9 +5,10 @@ Everything works on a reply while it streams.
 1. `reply_parser.py` turns tokens into text on the device thread (`TextAssembler`; stop strings end
    the reply), and passes the text through the splitters on the event loop (`ReplyParser`).
 2. `splitter.py` separates thinking, and holds back text that may become a marker.
-3. `call_splitter.py` finds tool calls, with the model family's entry in `call_syntax.py`. JSON
-   arguments stream through `json_arguments.py`; `call_blocks.py` reads other notations once they
-   are complete. `harmony.py` does all of this for the channels of GPT-OSS.
+3. `call_splitter.py` finds tool calls, with the syntax that `call_syntax.py` makes of the model's
+   notation. Arguments stream through `json_arguments.py` or `tag_arguments.py`; `call_blocks.py`
+   reads other notations once they are complete. `harmony.py` does all of this for the channels of
+   GPT-OSS.
 4. At the end `MessageFold` (`reply_parser.py`) folds the events into the message that is logged
    with the turn.
 

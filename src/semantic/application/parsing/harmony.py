@@ -20,6 +20,7 @@ _ENDS = (Harmony.END, Harmony.CALL, Harmony.RETURN)
 _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 _CHANNEL = re.compile(re.escape(Harmony.CHANNEL) + r"\s*(\w+)")
 _MAX_HEADER = 512
+_EARLY_RECIPIENT = " to="  # of a reply whose header began in the prompt
 
 
 class _BodyKind(enum.Enum):
@@ -41,12 +42,15 @@ class HarmonySplitter(Splitter):
         self._sign = sign
         self._body = _BodyKind.TEXT
         self._is_header = False
+        self._has_begun = False
         self._has_thought = False
         self._name = ""
         self._arguments = JsonArguments()
 
     def _run(self, *, is_final: bool) -> list[Event]:
         events: list[Event] = []
+        if not self._has_begun and not self._begin(is_final=is_final):
+            return events
         while True:
             before = (self._is_header, self._body, len(self._pending.text))
             events += self._header() if self._is_header else self._read(is_final=is_final)
@@ -57,6 +61,13 @@ class HarmonySplitter(Splitter):
             events += [] if is_cut_call else self._end_body()
             self._pending.drop(len(self._pending.text))  # an incomplete header
         return events
+
+    def _begin(self, *, is_final: bool) -> bool:
+        """Decide whether the reply begins inside a header; False if that is undecided."""
+        text = self._pending.text
+        self._is_header = text.startswith(_EARLY_RECIPIENT)
+        self._has_begun = is_final or not _EARLY_RECIPIENT.startswith(text) or self._is_header
+        return self._has_begun
 
     # -- headers --------------------------------------------------------------------------------
 

@@ -69,15 +69,13 @@ class TagArguments:
 
     def _is_argument(self, cursor: Cursor) -> bool:
         """Pass over what begins an argument; False, with the cursor there, at the call's end."""
-        start = cursor.at
+        cursor.space()
         try:
-            cursor.phrase(self._notation.before_key)
-        except NoCall:
-            cursor.at = start
-            cursor.space()
             cursor.require(self._ends)
-            return False
-        return True
+        except NoCall:
+            cursor.phrase(self._notation.before_key)
+            return True
+        return False
 
     def _begin(self, cursor: Cursor) -> None:
         notation = self._notation

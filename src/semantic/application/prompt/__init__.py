@@ -1,7 +1,8 @@
 """Turns a conversation into the prompt's tokens.
 
 1. `renderer.py` runs the steps below; `requests/prepare.py` calls it.
-2. `template_probe.py` determines, once per model, what the chat template supports.
+2. `template_probe.py` determines, once per model, what the chat template supports, and
+   `format_probe.py` how the model writes thinking and tool calls.
 3. `compose.py` converts the request to the template's input: tools, system prompt, messages.
 4. `special_text.py` guards text from clients, so that it cannot become a special token. After the
    template has rendered, it encodes only runs of text that are not in its cache.

@@ -13,10 +13,10 @@ so a wrong one only costs a lookup.
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from itertools import takewhile
+from itertools import groupby, takewhile
 
 from semantic.application.prompt.compose import Composer, TemplateInput, num_leading_system
 from semantic.application.prompt.replay import (
@@ -102,6 +102,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.traits = probe(tokenizer)
         self._special = SpecialText(tokenizer.special_tokens)
+        self._special_texts = {token.id: token.text for token in tokenizer.special_tokens}
         self._composer = Composer(self.traits, self._special)
         self._runs = RunEncoder(tokenizer)
         # Cached positions, by the digest of what they depend on.
@@ -300,13 +301,21 @@ class Renderer:
         if written is not None:
             walk.replace(written.start, (*before, *content))
             return True
-        text = self._special.guard(self._decoded(content))
+        text = self._written(content)
         if not walk.starts_with(text, start):
             return False
         walk.replace(start + len(text), (*before, *content))
         return True
 
-    def _decoded(self, tokens: Sequence[int]) -> str:
+    def _written(self, tokens: Sequence[int]) -> str:
+        """Return a reply's text as the template writes it, with its special tokens."""
+        pieces = groupby(tokens, self._special_texts.get)
+        return "".join(
+            special * len(list(run)) if special else self._special.guard(self._decoded(run))
+            for special, run in pieces
+        )
+
+    def _decoded(self, tokens: Iterable[int]) -> str:
         return b"".join(map(self.tokenizer.token_bytes, tokens)).decode(errors="replace")
 
 

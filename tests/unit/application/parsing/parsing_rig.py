@@ -129,7 +129,8 @@ MISHAPS = (
     "<|channel|>final<|message|>done<|return|><|channel|>analysis",
 )
 FORMATS = [
-    ReplyFormat(tools, thinking) for tools in NOTATIONS.values() for thinking in (None, THINK)
+    *(ReplyFormat(tools) for tools in NOTATIONS.values()),
+    *(ReplyFormat(tools, THINK) for tools in (HERMES, LLAMA_JSON, GLM)),
 ]
 
 

@@ -15,9 +15,9 @@ from llguidance import LLMatcher, regex_to_lark
 from semantic.adapters.outbound.grammar.constraint import Closing, GrammarConstraint
 from semantic.adapters.outbound.grammar.tool_calls import (
     Lark,
+    call_exits,
     call_grammar,
     unanchored,
-    value_ends,
 )
 from semantic.adapters.outbound.grammar.trial import EXCEEDED, GrammarTrials
 from semantic.adapters.outbound.grammar.vocabulary import TokenTable, Vocabulary
@@ -57,7 +57,8 @@ def exits(shape: ReplyShape) -> tuple[str, ...]:
     """Texts that end a free text which a reply of this shape may contain."""
     thinking = shape.format.thinking
     ends = (thinking.end,) if thinking is not None else ()
-    return ends + value_ends(shape.format.tools, shape.allowed_tools)
+    tools = shape.allowed_tools
+    return ends + (call_exits(shape.format.tools, tools) if tools else ())
 
 
 def _output(lark: Lark, output: OutputFormat) -> str:

@@ -259,19 +259,19 @@ def call_grammar(notation: CallNotation, lark: Lark, tools: Sequence[ToolSpec]) 
     return (HarmonyGrammar if has_channels else CallGrammar)(notation, lark, tools)
 
 
-def value_ends(notation: CallNotation, tools: Sequence[ToolSpec]) -> tuple[str, ...]:
-    """Texts that end the free text inside a call, or lead to the call itself."""
+def call_exits(notation: CallNotation, tools: Sequence[ToolSpec]) -> tuple[str, ...]:
+    """Texts that end the free text inside a call, end all calls, or lead to the call itself."""
+    end = (notation.end, notation.end.lstrip()) if notation.end.strip(" \n]") else ()
     match notation.style:
         case ArgumentStyle.TAGS:
-            names = {p.name for tool in tools for p in _parameters_of(tool)}
-            ends = dict.fromkeys(notation.after_value.replace(SLOT, n) for n in sorted(names))
-            return tuple(ends)
+            names = sorted({p.name for tool in tools for p in _parameters_of(tool)})
+            return (*dict.fromkeys(notation.after_value.replace(SLOT, n) for n in names), *end)
         case ArgumentStyle.GEMMA:
             return (notation.quote,)
         case ArgumentStyle.CHANNELS:
             return (Harmony.END,)
         case _:
-            return ()
+            return end
 
 
 def _parameters_of(tool: ToolSpec) -> list[_Parameter]:

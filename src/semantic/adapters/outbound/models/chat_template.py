@@ -210,6 +210,7 @@ def _environment() -> _Environment:
         extensions=[loopcontrols, _GenerationTag],
     )
     environment.filters["tojson"] = _to_json
+    environment.filters["from_json"] = json.loads
     environment.globals["raise_exception"] = _raise
     return environment
 

@@ -205,9 +205,9 @@ def written_call(grammar: LLGuidanceGrammar, shape: ReplyShape, seed: int = 0) -
     return reply.text
 
 
-@pytest.mark.parametrize("tools", ToolFormat)
+@pytest.mark.parametrize("tools", NOTATIONS.values(), ids=NOTATIONS)
 def test_a_tool_that_is_not_allowed_cannot_be_called(
-    grammar: LLGuidanceGrammar, tools: ToolFormat
+    grammar: LLGuidanceGrammar, tools: CallNotation
 ) -> None:
     free = ReplyShape(ReplyFormat(tools), tools=TOOLS, may_think=False)
     limited = ToolChoice(allowed=frozenset({"get_weather"}))
@@ -225,9 +225,9 @@ def test_a_tool_that_is_not_allowed_cannot_be_called(
     assert is_written == {"get_weather": True, "send": False}
 
 
-@pytest.mark.parametrize("tools", ToolFormat)
+@pytest.mark.parametrize("tools", NOTATIONS.values(), ids=NOTATIONS)
 def test_a_pattern_is_enforced_in_every_notation(
-    grammar: LLGuidanceGrammar, tools: ToolFormat
+    grammar: LLGuidanceGrammar, tools: CallNotation
 ) -> None:
     text: JsonObject = {"type": "string", "pattern": r'^(?:[a-z]{2,4} "<x>"\n.\\[0-9])$'}
     schema: JsonObject = {"type": "object", "properties": {"input": text}, "required": ["input"]}

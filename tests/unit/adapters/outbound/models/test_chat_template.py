@@ -35,7 +35,7 @@ def rendered(source: str) -> str:
         ("{{ 1 // 0 }}", "by zero"),
         ("{{ messages[0].missing() }}", "missing"),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion"),
-        ("{{ messages.append(1) }}", "append"),
+        ("{{ messages.clear() }}", "clear"),
         ("{{ 2.0 ** 100000 }}", "range|large"),
         ("{{ 'é'.encode('ascii') }}", "ascii"),
         ("{% include 'other' %}", "loader"),
@@ -54,6 +54,14 @@ def test_whatever_a_template_raises_refuses_the_conversation(source: str, reason
     with pytest.raises(InvalidRequestError, match=reason) as caught:
         rendered(source)
     assert caught.value.param == "messages"
+
+
+def test_templates_of_published_models_use_these_filters_and_methods() -> None:
+    assert rendered("{{ 'é' | tojson(ensure_ascii=False) }}") == '"é"'
+    assert rendered("{{ 'é' | tojson(ensure_ascii=True) }}") == '"\\u00e9"'
+    assert rendered("{{ ('[1, 2]' | from_json)[1] }}") == "2"
+    source = "{% set a = [1] %}{% set _ = a.append(2) %}{{ a.pop(0) }}{{ a }}"
+    assert rendered(source) == "1[2]"
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ x | unheard_of }}", "{{" + "(" * 5000])
