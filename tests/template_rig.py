@@ -83,6 +83,8 @@ PUBLISHED: Mapping[str, PublishedTemplate] = {
 class TemplateTokenizer(FakeTokenizer):
     """One token per byte, and one for each tag of the template that looks like a special token."""
 
+    special_tokens: tuple[SpecialToken, ...]  # type: ignore[assignment]
+
     def __init__(self, source: str, ends: Sequence[str]) -> None:
         parts = [text for text in _PARTS if text in source]
         texts = list(dict.fromkeys((*ends, *parts, "<s>", "</s>", *_TAGS.findall(source))))
@@ -94,7 +96,7 @@ class TemplateTokenizer(FakeTokenizer):
         longest_first = sorted(texts, key=len, reverse=True)
         self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         values = {"bos_token": "<s>", "eos_token": ends[0], "pad_token": "", "unk_token": ""}
-        self.render_chat = ChatTemplate(source, values).render
+        self.render_chat = ChatTemplate(source, values).render  # type: ignore[method-assign]
 
     def encode(self, text: str) -> list[int]:
         pieces = [piece for piece in self._cut.split(text) if piece]

@@ -25,6 +25,7 @@ from semantic.application.prompt.template_probe import probe
 from semantic.domain.chat import (
     ChatRequest,
     JsonObject,
+    JsonValue,
     Message,
     Role,
     ToolChoice,
@@ -94,20 +95,17 @@ def written(name: str, num: int) -> str:
     tokenizer, opener = PUBLISHED[name].tokenizer, format_of(name).tools.opener or '{"name"'
     if name == "GPT-OSS":
         opener = " to=functions"
-    calls = [
+    calls: list[JsonValue] = [
         {"id": f"call0000{i}", "type": "function", "function": {"name": n, "arguments": a}}
         for i, (n, a) in enumerate(CALLS[:num])
     ]
     asked: JsonObject = {"role": "user", "content": WEATHER_ASKED.text}
-    reply: JsonObject = {"role": "assistant", "content": "", "tool_calls": [*calls]}
-    functions = [
+    reply: JsonObject = {"role": "assistant", "content": "", "tool_calls": calls}
+    functions: list[JsonObject] = [
         {"name": t.name, "description": t.description, "parameters": t.parameters} for t in TOOLS
     ]
-    text = tokenizer.render_chat(
-        [asked, reply],
-        [{"type": "function", "function": function} for function in functions],
-        add_generation_prompt=False,
-    )
+    tools: list[JsonObject] = [{"type": "function", "function": f} for f in functions]
+    text = tokenizer.render_chat([asked, reply], tools, add_generation_prompt=False)
     turn = text[text.rindex(WEATHER_ASKED.text) :]
     turn = turn[turn.index(opener) :]
     for end in PUBLISHED[name].ends:
