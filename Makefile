@@ -298,6 +298,10 @@ bench-load: $(VENV)/.dev ## measure the workflow with guidellm, a third-party lo
 experiments: $(VENV)/.dev ## run the experiments (PASS, FAIL or SKIP) and write docs/experiments.md
 	@$(BIN)/python -m experiments $(ARGS)
 
+.PHONY: zoo
+zoo: $(VENV)/.dev ## compare every type of model with its library (20 minutes) and write docs/models-zoo.md
+	@$(BIN)/python -m tests.zoo $(ARGS)
+
 .PHONY: peer
 peer: $(VENV)/.dev ## build llama.cpp's server for this machine (15 minutes, once) and print its path
 	@$(BIN)/python -m benchmarks.peer

@@ -59,8 +59,14 @@ class AttentionView:
     def arrays(self) -> list[list[Array]]:
         return [step.group.arrays[self.place] for step in self.steps]
 
-    def make_mask(self, *_: Any, **__: Any) -> Array | None:
-        """Return the mask that the model passes to attention; None if groups have their own."""
+    def make_mask(self, *_: Any, window_size: int | None = None, **__: Any) -> Array | None:
+        """Return the mask that the model passes to attention; None if groups have their own.
+
+        Raises:
+            ValueError: the model limits attention over all tokens to a window; rows run alone then.
+        """
+        if window_size and not self.part.window:
+            raise ValueError("a window over all tokens cannot be batched")
         return self.steps[0].mask(self.part) if self._is_plain else None
 
     @property

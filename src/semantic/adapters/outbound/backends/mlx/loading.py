@@ -31,21 +31,11 @@ _LOG = logging.getLogger(__name__)
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 
-# What mlx-lm raises if it cannot build a model from a config, read its weights, or run it.
-LIBRARY_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+# What mlx-lm raises if it cannot build a model from a config, read its weights, or run it. The file
+# of a type exits if a package that it needs is missing.
+LIBRARY_ERRORS = (Exception, SystemExit)
+_CRASHES_ON_CPU = ("phi3small",)  # MLX's block-sparse product ends the process there
 _ADVICE = "Use --backend torch, another version of mlx-lm, or another model."
-
-
-class NotDivisibleError(ValueError):
-    """The library cannot split the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +101,8 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
     choose_device(options.device)
     config = json.loads((directory / "config.json").read_text("utf-8"))
     utils = import_library("mlx_lm.utils")
+    if config.get("model_type") in _CRASHES_ON_CPU and _is_on_cpu():
+        raise refusal(spec, "MLX cannot compute its sparse attention on a CPU")
     try:
         is_pinning = options.pinned_bytes and cuda.is_in_use() and kernels.can_compile()
         memory = shared_memory(options.pinned_bytes) if is_pinning else None
@@ -124,7 +116,9 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
                 model.set_dtype(mx.float32)  # expanded weights get the format of the scales
             model = utils.dequantize_model(model)
         if options.group is not None:
-            _divide(model, options.group)
+            if not hasattr(model, "shard"):
+                raise refusal(spec, "mlx-lm cannot split it into shards")
+            model.shard(options.group)  # keeps only this process's share; no weights are read yet
         reason = _convert(model, options.dtype)
         mx.async_eval(model.parameters())
         layer = next((layer for layer in spec.layers if layer.kind is LayerKind.FULL), None)
@@ -134,6 +128,8 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
         mx.eval(model.parameters())
         model.eval()
         spec, make_caches = _agree(model, spec)
+    except InvalidRequestError:
+        raise
     except LIBRARY_ERRORS as error:
         raise library_refusal(spec, error, config.get("model_type")) from error
     return MlxModel(model, spec, make_caches, reason, is_expanded, memory)
@@ -153,13 +149,15 @@ def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:
 
 
 def library_refusal(
-    spec: ModelCacheSpec, error: Exception, model_type: object = None
+    spec: ModelCacheSpec, error: BaseException, model_type: object = None
 ) -> InvalidRequestError:
     """Build that error from what mlx-lm raised, whose own words go to the log."""
     text = str(error)
     _LOG.warning("mlx-lm on %s: %s: %s", spec.model_type, type(error).__name__, text)
-    if isinstance(error, NotDivisibleError):
-        return refusal(spec, text)
+    if "No Metal back-end" in text:
+        return refusal(spec, "mlx-lm computes it with Metal, which only Apple's GPUs have")
+    if isinstance(error, SystemExit):
+        return refusal(spec, "mlx-lm needs a package for it that is not installed")
     if text.startswith("Model type "):
         return refusal(spec, f"the installed mlx-lm does not support model_type {model_type!r}")
     if missing := re.search(r"missing \d+ required positional arguments?: (.*)", text):
@@ -224,13 +222,6 @@ def _convert(model: Any, dtype: DType) -> str:
     return "the model's own"
 
 
-def _divide(model: Any, group: Any) -> None:
-    """Keep only this process's share of a model, before any weights are read."""
-    if not hasattr(model, "shard"):
-        raise NotDivisibleError("mlx-lm cannot split it into shards")
-    model.shard(group)
-
-
 def _is_on_cpu() -> bool:
     return bool(mx.default_device() == mx.Device(mx.cpu))
 
@@ -247,6 +238,19 @@ def _sizes_by_dtype(model: Any) -> dict[Any, int]:
     return sizes
 
 
+def _applies_windows(model: Any) -> bool:
+    """Whether the model asks its caches for masks with a window."""
+    asked: list[int | None] = []
+
+    class Spy(library.KVCache):  # type: ignore[misc]
+        def make_mask(self, *args: Any, **kwargs: Any) -> Any:
+            asked.append(kwargs.get("window_size"))
+            return super().make_mask(*args, **kwargs)
+
+    model(mx.zeros((1, 2), mx.int32), cache=[Spy() for _ in library.make_prompt_cache(model)])
+    return any(asked)
+
+
 def _agree(model: Any, spec: ModelCacheSpec) -> tuple[ModelCacheSpec, Callable[[], list[Any]]]:
     """Follow the config where it sets sliding windows that mlx-lm ignores, as transformers does.
 
@@ -259,7 +263,7 @@ def _agree(model: Any, spec: ModelCacheSpec) -> tuple[ModelCacheSpec, Callable[[
 
     windows = [layer.window for layer in spec.layers]
     kinds = [type(leaf) for leaf in leaves(make_caches())]
-    if not any(windows) or kinds != [library.KVCache] * len(windows):
+    if not any(windows) or kinds != [library.KVCache] * len(windows) or _applies_windows(model):
         return spec, make_caches
     if all(windows):
         return spec, lambda: [library.RotatingKVCache(window) for window in windows]

@@ -1,0 +1,52 @@
+"""The ten types of models that people use most, on each backend; `make zoo` compares all types."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.contract.conftest import require_mlx
+from tests.zoo.checks import Verdict, ZooResult, check_type
+from tests.zoo.page import write_section
+
+pytestmark = pytest.mark.contract
+
+MOST_USED = (
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_5",
+    "gemma3_text",
+    "gemma4_text",
+    "gpt_oss",
+    "mistral3",
+    "glm4_moe_lite",
+    "deepseek_v32",
+)
+
+
+@pytest.mark.parametrize("model_type", MOST_USED)
+def test_mlx_computes_what_mlx_lm_computes(model_type: str) -> None:
+    require_mlx()
+    from tests.zoo.mlx_library import MlxZoo
+
+    result = check_type(MlxZoo(), model_type)
+    assert result.verdict is Verdict.EXACT, result.note
+
+
+def test_a_section_is_replaced_and_others_stay(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Zoo\n<!-- a -->\nold\n<!-- end of a -->\n<!-- b -->\nkept\n<!-- end of b -->"
+    )
+    results = [
+        ZooResult("llama", Verdict.EXACT, "full"),
+        ZooResult("qwen3", Verdict.EXACT, "full"),
+        ZooResult("odd", Verdict.REFUSED, "it is odd."),
+    ]
+    write_section(page, "a", "lib 1.0", results)
+    text = page.read_text()
+    assert "lib 1.0: 2 exact, 1 refused, 0 wrong, 0 not built." in text
+    assert "| full | `llama`, `qwen3` |" in text
+    assert "| `odd` | refused | it is odd. |" in text
+    assert "old" not in text
+    assert text.endswith("<!-- b -->\nkept\n<!-- end of b -->")
