@@ -26,33 +26,43 @@ static uint16_t to_half(float value) {
     return (uint16_t)(sign | (uint16_t)((magnitude - 0x38000000) >> 13));
 }
 
-/* The integers of a row's group, a word of four bytes for each vector. */
-static void spread(const uint8_t *from, int bits, uint32_t *words) {
-    uint32_t mask = (1u << bits) - 1;
+/* Spread four integers over four bytes. */
+INLINE uint32_t spread(uint32_t four, int bits) {
+    uint32_t one = (1u << bits) - 1, both = one | one << 16;
+    if (bits == 8) return four ^ (IS_SIGNED ? 0x80808080 : 0);
+    four = (four & ((1u << 2 * bits) - 1)) | four >> 2 * bits << 16;
+    return (four & both) | (four & both << bits) << (8 - bits);
+}
+
+/* Pack a row's group: first one byte for each integer, a word for each vector. */
+INLINE void pack_group(const uint8_t *from, int bits, uint8_t *out) {
+    uint32_t words[GROUP / 4], packed[GROUP / 4] = {0};
+#pragma GCC unroll 4
     for (int v = 0; v < GROUP / 4; v += 2, from += bits) {
         uint64_t eight = 0;
         memcpy(&eight, from, bits);
-        for (int i = 0; i < 4; i++) {
-            words[v] = words[v] | (uint32_t)(eight >> i * bits & mask) << 8 * i;
-            words[v + 1] = words[v + 1] | (uint32_t)(eight >> (i + 4) * bits & mask) << 8 * i;
-        }
+        words[v] = spread((uint32_t)(eight & ((1ull << 4 * bits) - 1)), bits);
+        words[v + 1] = spread((uint32_t)(eight >> 4 * bits), bits);
     }
-}
-
-static void pack_row(const uint8_t *from, int bits, uint8_t *out) {
-    uint32_t words[GROUP / 4] = {0}, packed[GROUP / 4] = {0};
-    spread(from, bits, words);
+#pragma GCC unroll 8
     for (int v = 0; v < GROUP / 4; v++) {
         uint32_t low = words[v] & 0x0f0f0f0f, high = words[v] >> 4 & 0x0f0f0f0f;
-        if (bits == 8) {
-            packed[v] = words[v] ^ (IS_SIGNED ? 0x80808080 : 0);
-            continue;
-        }
-        packed[v % 4] |= v < 4 ? low : low << 4;
+        if (bits == 8) packed[v] = words[v];
+        if (bits < 8) packed[v % 4] |= v < 4 ? low : low << 4;
         if (bits == 5) packed[4] |= high << v;
         if (bits == 6) packed[4 + v / 4] |= high << 2 * (v % 4);
     }
+#pragma GCC unroll 8
     for (int v = 0; v < bits; v++) memcpy(out + 4 * LANES * v, &packed[v], sizeof *packed);
+}
+
+static void pack_row(const uint8_t *from, int bits, uint8_t *out) {
+    switch (bits) {
+    case 4: pack_group(from, 4, out); break;
+    case 5: pack_group(from, 5, out); break;
+    case 6: pack_group(from, 6, out); break;
+    case 8: pack_group(from, 8, out); break;
+    }
 }
 
 static void pack_job(void *argument, Team *team, int thread) {
