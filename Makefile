@@ -299,7 +299,7 @@ experiments: $(VENV)/.dev ## run the experiments (PASS, FAIL or SKIP) and write 
 	@$(BIN)/python -m experiments $(ARGS)
 
 .PHONY: zoo
-zoo: $(VENV)/.dev ## compare every type of model with its library (20 minutes) and write docs/models-zoo.md
+zoo: $(VENV)/.dev ## compare every type of model with its library (30 minutes) and write docs/models-zoo.md
 	@$(BIN)/python -m tests.zoo $(ARGS)
 
 .PHONY: peer

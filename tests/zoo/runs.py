@@ -15,7 +15,13 @@ def _mlx() -> ZooLibrary:
     return MlxZoo()
 
 
-LIBRARIES: Mapping[str, Callable[[], ZooLibrary]] = {"mlx": _mlx}
+def _torch() -> ZooLibrary:
+    from tests.zoo.torch_library import TorchZoo
+
+    return TorchZoo()
+
+
+LIBRARIES: Mapping[str, Callable[[], ZooLibrary]] = {"mlx": _mlx, "torch": _torch}
 
 
 _CRASH = "it crashes the process"

@@ -7,6 +7,7 @@ import pytest
 from tests.contract.conftest import require_mlx
 from tests.zoo.checks import Verdict, ZooResult, check_type
 from tests.zoo.page import write_section
+from tests.zoo.torch_library import TorchZoo
 
 pytestmark = pytest.mark.contract
 
@@ -22,6 +23,27 @@ MOST_USED = (
     "glm4_moe_lite",
     "deepseek_v32",
 )
+
+
+# Those of the torch backend that the contract suite does not cover.
+MOST_USED_ON_TORCH = (
+    "qwen3_5",
+    "mistral3",
+    "glm4_moe_lite",
+    "deepseek_v32",
+    "llama4_text",
+    "lfm2",
+    "granitemoehybrid",
+    "nemotron_h",
+    "falcon_h1",
+    "mamba2",
+)
+
+
+@pytest.mark.parametrize("model_type", MOST_USED_ON_TORCH)
+def test_torch_computes_what_transformers_computes(model_type: str) -> None:
+    result = check_type(TorchZoo(), model_type)
+    assert result.verdict is Verdict.EXACT, result.note
 
 
 @pytest.mark.parametrize("model_type", MOST_USED)

@@ -20,7 +20,7 @@ from semantic.application.requests.identity import BusyAgents, Identities
 from semantic.application.requests.limits import RateLimits
 from semantic.application.requests.prepare import NUM_THREADS, PastConversations, Preparation
 from semantic.application.requests.reply import ReplyHub
-from semantic.application.requests.service import InferenceService, text_tokens
+from semantic.application.requests.service import InferenceService
 from semantic.application.settings import EngineLimits
 from semantic.domain.access import KeyRing, Rate
 from semantic.domain.agents import Agent, Principal, Quota
@@ -283,14 +283,6 @@ async def test_a_refused_submission_leaves_no_reply_behind(
     running.cancel()
     assert isinstance((await read(running))[-1], Failed if is_stopping else Finished)
     assert hub.num_open == 0
-
-
-def test_a_text_is_cut_where_the_request_permits_it() -> None:
-    model = LoadedModel("fake", FakeBackend(), FakeTokenizer())
-    cut = EmbeddingRequest("fake", ("hello", "hi"), is_cut=True)
-    assert text_tokens(cut, model, 4) == [tuple(b"hell"), tuple(b"hi")]
-    with pytest.raises(InvalidRequestError, match="5 tokens"):
-        text_tokens(replace(cut, is_cut=False), model, 4)
 
 
 async def test_a_raw_prompt_is_taken_as_it_stands(

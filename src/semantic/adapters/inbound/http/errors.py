@@ -134,11 +134,6 @@ def openai_body(error: errors.SemanticError) -> ErrorBody:
     return _openai(message, row.type, row.code, param)
 
 
-def ollama_body(error: errors.SemanticError) -> OllamaErrorBody:
-    """Format an error for Ollama's clients, in a response or in a stream."""
-    return {"error": openai_body(error)["error"]["message"]}
-
-
 def anthropic_body(error: errors.SemanticError) -> AnthropicErrorBody:
     """Format an error for Anthropic's clients, in a response or in a stream."""
     message = error.message

@@ -7,7 +7,7 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from semantic.adapters.inbound.http.errors import ollama_body
+from semantic.adapters.inbound.http.errors import openai_body
 from semantic.adapters.inbound.http.streaming import Json, ReplySet, one_line
 from semantic.adapters.inbound.ollama.requests import context_of
 from semantic.adapters.inbound.openai.events import CollectedReply, scored_json
@@ -212,7 +212,7 @@ async def lines(replies: ReplySet, writer: OllamaWriter) -> AsyncIterator[str]:
     """Yield a reply as one JSON object on each line; a failure is the last one."""
     async for _, event in replies.events():
         if isinstance(event, Failed):
-            yield f"{one_line(ollama_body(event.error))}\n"
+            yield f"{one_line({'error': openai_body(event.error)['error']['message']})}\n"
             return
         if (made := writer.push(event)) is not None:
             yield f"{one_line(made)}\n"

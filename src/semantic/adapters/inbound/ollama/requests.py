@@ -33,7 +33,6 @@ from semantic.domain.chat import (
     OutputFormat,
     RawPrompt,
     Role,
-    ServiceClass,
     TextPart,
     Thinking,
     is_continuable,
@@ -229,15 +228,7 @@ class OllamaChatRequest(_ReplyFields):
             messages,
             tools=tuple(tool.function.to_domain() for tool in self.tools or ()),
             is_continued=is_continuable(messages),
-            service_class=ServiceClass.BACKGROUND
-            if _is_task(messages)
-            else ServiceClass.INTERACTIVE,
         )
-
-
-def _is_task(messages: Sequence[Message]) -> bool:
-    """Whether this is one of Open WebUI's tasks: titles, tags and follow-ups beside each turn."""
-    return len(messages) == 1 and messages[0].text.startswith("### Task:")
 
 
 class GenerateRequest(_ReplyFields):

@@ -10,12 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
-from semantic.adapters.inbound.http.errors import (
-    OllamaErrorBody,
-    error_response,
-    ollama_body,
-    refusals,
-)
+from semantic.adapters.inbound.http.errors import OllamaErrorBody, error_response, refusals
 from semantic.adapters.inbound.http.streaming import (
     CLIENT_LEFT,
     LINES,
@@ -346,4 +341,4 @@ async def _lines_of(steps: AsyncIterator[Json]) -> AsyncIterator[str]:
         async for step in steps:
             yield f"{one_line(step)}\n"
     except SemanticError as error:
-        yield f"{one_line(ollama_body(error))}\n"
+        yield f"{one_line({'error': error.message})}\n"

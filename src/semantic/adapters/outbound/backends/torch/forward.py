@@ -116,7 +116,7 @@ class LibraryForward:
         return self._run(span, run_base)
 
     def _run(
-        self, span: ChunkSpan, run: Callable[[Any, torch.Tensor, Any], torch.Tensor]
+        self, span: ChunkSpan, run: Callable[[Any, torch.Tensor, Any, int], torch.Tensor]
     ) -> torch.Tensor:
         sequence, start = span.sequence, span.sequence.length
         size = 1 if self.is_stepwise and start else len(span.tokens)
@@ -127,7 +127,8 @@ class LibraryForward:
                 piece = ChunkSpan(span.chunk, sequence, span.tokens[first : first + size], 0)
                 piece.make_views(self._order)
                 tokens = torch.tensor([piece.tokens], device=self._device)
-                outputs.append(run(self._model, tokens, self.caches.begin(piece)))
+                cache = self.caches.begin(piece)
+                outputs.append(run(self._model, tokens, cache, sequence.length))
         finally:
             sequence.length = start
             self.caches.release(sequence)
@@ -137,31 +138,39 @@ class LibraryForward:
 Forward: TypeAlias = PackedForward | LibraryForward
 
 
-def run_model(model: Any, tokens: torch.Tensor, cache: Any, num_kept: int = 0) -> torch.Tensor:
+def run_model(
+    model: Any, tokens: torch.Tensor, cache: Any, start: int, num_kept: int = 0
+) -> torch.Tensor:
     """Run the library's forward over tokens that follow a cache; returns their logits.
 
     Args:
+        start: The number of tokens in the cache.
         num_kept: Only so many last tokens need logits; 0: all.
     """
-    parameters = inspect.signature(model.forward).parameters
-    arguments = _cache_arguments(parameters, cache)
-    if "logits_to_keep" in parameters:
+    arguments = _arguments(model, tokens, cache, start)
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
         arguments["logits_to_keep"] = num_kept
     logits: torch.Tensor = model(tokens, **arguments).logits[0]
     return logits
 
 
-def run_base(model: Any, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
+def run_base(model: Any, tokens: torch.Tensor, cache: Any, start: int) -> torch.Tensor:
     """Run the model without its head; returns the last hidden states."""
     base = model.base_model
-    parameters = inspect.signature(base.forward).parameters
-    hidden: torch.Tensor = base(tokens, **_cache_arguments(parameters, cache)).last_hidden_state[0]
+    output = base(tokens, **_arguments(base, tokens, cache, start))
+    hidden: torch.Tensor = output.last_hidden_state[0]
     return hidden
 
 
-def _cache_arguments(parameters: Any, cache: Any) -> dict[str, Any]:
+def _arguments(model: Any, tokens: torch.Tensor, cache: Any, start: int) -> dict[str, Any]:
+    """Return what `generate` would pass beside the tokens; not all models count the cached ones."""
+    parameters = inspect.signature(model.forward).parameters
     name = "cache_params" if "cache_params" in parameters else "past_key_values"
-    return {name: cache, "use_cache": True}
+    arguments = {name: cache, "use_cache": True}
+    if "position_ids" in parameters:
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        arguments["position_ids"] = positions[None]
+    return arguments
 
 
 # -- choosing -------------------------------------------------------------------------------------
@@ -224,7 +233,7 @@ def _probe(model: Any, device: torch.device, dtype: torch.dtype) -> _Probe:
         raise UnsupportedModelError("it does not use the cache interface of transformers")
     cache = new_library_cache(model)
     with torch.inference_mode():
-        logits = run_model(model, torch.tensor([_PROBE], device=device), cache)
+        logits = run_model(model, torch.tensor([_PROBE], device=device), cache, 0)
     expected = logits.float().log_softmax(dim=-1).cpu()
     geometry = read_geometry(cache, len(_PROBE), dtype)
     return _Probe(model, device, dtype, cache, expected, geometry, KVLayout(geometry.layers))
@@ -320,7 +329,10 @@ def _alone(probe: _Probe) -> LibraryForward:
     if not _is_alone_right(probe, forward):
         forward.is_stepwise = True
         if not _is_alone_right(probe, forward):
-            raise UnsupportedModelError("its results depend on how a prompt is divided")
+            raise UnsupportedModelError(
+                "a prompt in parts gives other results than the whole prompt, so it is not causal, "
+                "or keeps state outside its cache"
+            )
     return forward
 
 
