@@ -154,7 +154,8 @@ class ModelRegistry:
         Raises:
             ModelNotFoundError: no model has this name.
         """
-        return self._source.facts(self._entry(name))
+        known = {entry.id: entry for entry in (*self._on_disk, self._current)}
+        return self._source.facts(known.get(name) or self._entry(name))
 
     def refresh(self) -> None:
         """Read the list of models on disk; slow, and holds no lock meanwhile."""

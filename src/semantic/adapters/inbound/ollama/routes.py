@@ -2,8 +2,10 @@
 
 import asyncio
 import functools
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from typing import NotRequired
 
 from fastapi import APIRouter, Request
@@ -319,20 +321,31 @@ def _needs_admin(action: str) -> Response:
 
 
 async def _steps(fetch: Callable[[OnProgress], None]) -> AsyncIterator[Json]:
-    """Yield the steps of a download; raises `SemanticError` if it fails."""
-    loop, steps = asyncio.get_running_loop(), asyncio.Queue[str | None]()
+    """Yield the steps of a download; raises `SemanticError` if it fails.
+
+    A client that disconnects does not stop the download; the end of the server does.
+    """
+    loop, steps, done = asyncio.get_running_loop(), asyncio.Queue[str | None](), Future[None]()
 
     def on_progress(step: str) -> None:
         loop.call_soon_threadsafe(steps.put_nowait, step)
 
-    # A client that disconnects does not stop the download.
-    work = asyncio.create_task(asyncio.to_thread(fetch, on_progress))
-    work.add_done_callback(lambda _: steps.put_nowait(None))
+    def work() -> None:
+        try:
+            fetch(on_progress)
+        except BaseException as error:  # noqa: BLE001 - raised where the steps are read
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=work, name="pull", daemon=True).start()
+    ended = asyncio.wrap_future(done)
+    ended.add_done_callback(lambda _: steps.put_nowait(None))
     step: str | None = "pulling manifest"
     while step is not None:
         yield {"status": step}
         step = await steps.get()
-    await work
+    await ended
     yield {"status": "success"}
 
 
