@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
-from semantic.application.prompt.compose import call_text
+from semantic.application.prompt.compose import calls_text
 from semantic.application.prompt.renderer import Prompt, Renderer
 from semantic.application.prompt.replay import (
     ReplayStore,
@@ -121,8 +121,8 @@ def written(message: Message) -> str:
         for part in message.parts
         if isinstance(part, ThinkingPart)
     ]
-    calls = [call_text(p.name, p.arguments) for p in message.parts if isinstance(p, ToolUsePart)]
-    return "".join(thoughts) + message.text + "\n".join(calls)
+    calls = [(p.name, p.arguments) for p in message.parts if isinstance(p, ToolUsePart)]
+    return "".join(thoughts) + message.text + (calls_text(calls) if calls else "")
 
 
 # -- the same ids as the whole text gives -------------------------------------------------------

@@ -1,7 +1,6 @@
 """Replies as the chat templates of published models write them: parsed, enforced and replayed."""
 
 import itertools
-import json
 import random
 import re
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import pytest
 from semantic.adapters.outbound.grammar.compiler import shape_grammar
 from semantic.adapters.outbound.grammar.vocabulary import TokenTable, Vocabulary
 from semantic.application.parsing import ReplyParser, fold_message
+from semantic.application.prompt.compose import calls_text
 from semantic.application.prompt.format_probe import probe_reply_format
 from semantic.application.prompt.renderer import Renderer
 from semantic.application.prompt.replay import (
@@ -91,7 +91,7 @@ def num_calls(name: str) -> int:
 def written(name: str, num: int) -> str:
     """A reply with calls as the template writes it, from the first marker on."""
     if name in UNWRITTEN:
-        return write(format_of(name).tools, CALLS[:num])
+        return calls_text(CALLS[:num], format_of(name).tools)
     tokenizer, opener = PUBLISHED[name].tokenizer, format_of(name).tools.opener or '{"name"'
     if name == "GPT-OSS":
         opener = " to=functions"
@@ -111,21 +111,6 @@ def written(name: str, num: int) -> str:
     for end in PUBLISHED[name].ends:
         turn = turn.partition(end)[0]
     return turn.rstrip()
-
-
-def write(notation: CallNotation, calls: Sequence[tuple[str, JsonObject]]) -> str:
-    """Calls in a notation with JSON or Python arguments."""
-    bodies = [
-        f"({', '.join(f'{k}={json.dumps(v, ensure_ascii=False)}' for k, v in a.items())})"
-        if notation.style.value == "Python"
-        else json.dumps(a, ensure_ascii=False)
-        for _, a in calls
-    ]
-    texts = [
-        notation.before_name + name + notation.after_name + body + notation.after_arguments
-        for (name, _), body in zip(calls, bodies, strict=True)
-    ]
-    return notation.start + notation.separator.join(texts) + notation.end
 
 
 def parse(
@@ -198,7 +183,7 @@ def test_a_reply_with_calls_is_replayed_with_its_tokens(name: str) -> None:
     prompt = renderer.render(request, replays=replays)
     reply_format = ReplyFormat() if prompt.has_tool_markup else format_of(name)
     num = 1 if not renderer.traits.has_parallel_calls else num_calls(name)
-    text = write(reply_format.tools, CALLS[:num]) if prompt.has_tool_markup else written(name, num)
+    text = calls_text(CALLS[:num]) if prompt.has_tool_markup else written(name, num)
     opened = decoded(tokenizer, prompt.tokens)
     if reply_format.thinking and reply_format.is_opened_by(opened):
         text = f"hm{reply_format.thinking.end}{text}"

@@ -246,6 +246,7 @@ _TELLTALES: tuple[tuple[CallNotation, tuple[str, ...]], ...] = (
     (MISTRAL_ARGS, ("[TOOL_CALLS]", "[ARGS]")),
     (MISTRAL, ("[TOOL_CALLS]",)),
     (LFM, ("<|tool_list_start|>",)),
+    (LFM, ("List of tools: [",)),
     (PHI_4, ("<|/tool|>",)),
     (GRANITE_3, ("<|tool_call|>",)),
     (QWEN_XML, ("<function=", "<parameter=")),
@@ -254,6 +255,17 @@ _TELLTALES: tuple[tuple[CallNotation, tuple[str, ...]], ...] = (
     (PYTHONIC, ("[func_name1(",)),
     (LLAMA_JSON, ('"name":', '"parameters":')),
 )
+
+
+def guess_notation(template: str | None, special_tokens: Collection[str]) -> CallNotation | None:
+    """Guess the notation of calls from words in a chat template; None if there are none."""
+    source = template or ""
+    if "tools" not in source:
+        return None
+    for tools, texts in _TELLTALES:
+        if texts[0] in source and all(t in source or t in special_tokens for t in texts):
+            return tools
+    return None
 
 
 def detect_reply_format(template: str | None, special_tokens: Collection[str]) -> ReplyFormat:
@@ -271,12 +283,7 @@ def detect_reply_format(template: str | None, special_tokens: Collection[str]) -
     if occurs(Harmony.CHANNEL) and occurs(Harmony.MESSAGE):
         return ReplyFormat(HARMONY)
     thinking = next((m for m in _THINKING_MARKERS if occurs(m.start) or occurs(m.end)), None)
-    if "tools" not in source:
-        return ReplyFormat(thinking=thinking)
-    for tools, texts in _TELLTALES:
-        if texts[0] in source and all(map(occurs, texts)):
-            return ReplyFormat(tools, thinking)
-    return ReplyFormat(thinking=thinking)
+    return ReplyFormat(guess_notation(template, special_tokens) or HERMES, thinking)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from semantic.domain.chat import (
     ToolUsePart,
 )
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.reply_format import HERMES
+from semantic.domain.reply_format import HERMES, ArgumentStyle, CallNotation
 
 _PARAGRAPH = "\n\n"
 _SCHEMA_ORDER = ("type", "description", "enum", "properties", "items", "required")
@@ -162,11 +162,13 @@ class Composer:
         thinking = "".join(p.text for p in message.parts if isinstance(p, ThinkingPart))
         uses = [part for part in message.parts if isinstance(part, ToolUsePart)]
         whole = TemplateMessage("assistant", text, self._special.guard(thinking), source=message)
-        if self._traits.has_tools and (len(uses) < 2 or self._traits.has_parallel_calls):
+        notation = self._traits.written_calls
+        is_shown = self._traits.has_tools and notation is None
+        if not uses or (is_shown and (len(uses) < 2 or self._traits.has_parallel_calls)):
             return replace(whole, calls=tuple(map(self._call, uses)))
         # Calls go into the text: replay works only if one message stays one message.
-        calls = [call_text(self._special.guard(use.name), self._arguments(use)) for use in uses]
-        return replace(whole, content=_joined([text, *calls], "\n"))
+        calls = [(self._special.guard(use.name), self._arguments(use)) for use in uses]
+        return replace(whole, content=_joined([text, calls_text(calls, notation or HERMES)], "\n"))
 
     def _call(self, use: ToolUsePart) -> JsonObject:
         function: JsonObject = {
@@ -304,11 +306,20 @@ def _joined(texts: Iterator[str] | Sequence[str], separator: str) -> str:
 # -- how tools are written down ---------------------------------------------------------------
 
 
-def call_text(name: str, arguments: JsonValue) -> str:
-    """Return a tool call as text, in the markup for templates without tool support."""
-    written = json.dumps(name, ensure_ascii=False)[1:-1]
-    called = json.dumps(arguments, ensure_ascii=False)
-    return f"{HERMES.before_name}{written}{HERMES.after_name}{called}{HERMES.after_arguments}"
+def calls_text(calls: Sequence[tuple[str, JsonObject]], notation: CallNotation = HERMES) -> str:
+    """Return tool calls as text, in a notation with arguments in JSON or Python."""
+    is_python = notation.style is ArgumentStyle.PYTHON
+    texts = [
+        f"{notation.before_name}{json.dumps(name, ensure_ascii=False)[1:-1]}{notation.after_name}"
+        f"{_keywords(arguments) if is_python else _line(arguments)}{notation.after_arguments}"
+        for name, arguments in calls
+    ]
+    return notation.start + notation.separator.join(texts) + notation.end
+
+
+def _keywords(arguments: JsonObject) -> str:
+    pairs = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
+    return f"({', '.join(pairs)})"
 
 
 def _line(value: JsonObject) -> str:

@@ -12,6 +12,7 @@ from datetime import date
 from semantic.domain.blocks import common_prefix
 from semantic.domain.chat import JsonObject, JsonValue
 from semantic.domain.errors import InvalidRequestError
+from semantic.domain.reply_format import CallNotation, guess_notation
 from semantic.ports.text import TokenizerPort
 
 _DAYS = (date(2001, 2, 3), date(2012, 11, 10))
@@ -39,6 +40,8 @@ class TemplateTraits:
         is_alternating: Two consecutive messages of one role are refused.
         has_tools: Tools are shown before the first user message, calls and results at their
             position.
+        written_calls: The notation of calls if the template shows tools and results, but not
+            calls; they must then be written into the text. None otherwise.
         wants_short_ids: Call ids must consist of nine letters and digits.
         keeps_loop_thinking: Thinking since the last user message is shown.
         keeps_old_thinking: Thinking before the last user message is shown.
@@ -49,6 +52,7 @@ class TemplateTraits:
     has_system_anywhere: bool
     is_alternating: bool
     has_tools: bool
+    written_calls: CallNotation | None
     has_parallel_calls: bool
     wants_short_ids: bool
     keeps_loop_thinking: bool
@@ -63,7 +67,11 @@ def probe(tokenizer: TokenizerPort) -> TemplateTraits:
     system = _message("system", "proberule")
     has_system = ask.shows(system, a, b, c)
     ids = _LONG_IDS if _has_tools(ask, _LONG_IDS, has_system) else _SHORT_IDS
-    has_tools = _has_tools(ask, ids, has_system)
+    has_calls = _has_tools(ask, ids, has_system)
+    written_calls = None
+    if not has_calls and _has_tools(ask, ids, has_system, is_call_shown=False):
+        written_calls = guess_notation(tokenizer.chat_template, tokenizer.special_ids)
+    has_tools = has_calls or written_calls is not None
     thought = _assistant("probesaid", reasoning_content="probemused", thinking="probemused")
     return TemplateTraits(
         wants_parts=ask.wants_parts,
@@ -71,8 +79,13 @@ def probe(tokenizer: TokenizerPort) -> TemplateTraits:
         has_system_anywhere=ask.shows(a, b, system, c) and ask.shows(a, system),
         is_alternating=not ask.shows(a, _user("probemore")),
         has_tools=has_tools,
-        has_parallel_calls=has_tools and _has_parallel_calls(ask, ids),
-        wants_short_ids=has_tools and ids is _SHORT_IDS,
+        written_calls=written_calls,
+        has_parallel_calls=(
+            written_calls.is_parallel
+            if written_calls is not None
+            else has_calls and _has_parallel_calls(ask, ids)
+        ),
+        wants_short_ids=has_calls and ids is _SHORT_IDS,
         keeps_loop_thinking=has_tools and _keeps_loop_thinking(ask, ids[0]),
         keeps_old_thinking=ask.shows(
             a, thought, c, words=("probeask", "probemused", "probesaid", "probeagain")
@@ -163,13 +176,14 @@ def in_parts(message: JsonObject) -> JsonObject:
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
-def _has_tools(ask: TemplateProbe, ids: Sequence[str], has_system: bool) -> bool:
+def _has_tools(
+    ask: TemplateProbe, ids: Sequence[str], has_system: bool, *, is_call_shown: bool = True
+) -> bool:
     messages = [_user("probeask"), _calling(ids[0]), _result(ids[0]), _assistant("probelast")]
     words = [
         "probetool",
         "probeask",
-        "probetool",
-        "probearg",
+        *(("probetool", "probearg") if is_call_shown else ()),
         "proberesult",
         "probelast",
         "probeagain",

@@ -1,6 +1,7 @@
 """Replies of every format, whole, in pieces, and gone wrong."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -29,6 +30,7 @@ from semantic.domain.reply_format import (
     HARMONY,
     HERMES,
     LLAMA_JSON,
+    MISTRAL,
     PYTHONIC,
     QWEN_XML,
     CallNotation,
@@ -345,6 +347,30 @@ def test_qwens_values_are_typed_by_the_schema_and_may_hold_tags() -> None:
     assert calls_of(events) == [("get_weather", {"city": code, "days": [1, 2]})]
 
 
+def test_a_string_between_tags_streams() -> None:
+    parser = ReplyParser(ReplyFormat(QWEN_XML), TOOLS, new_id=lambda: "7")
+    events = parser.push(TextDelta("<tool_call><function=get_weather><parameter=city>\nZür"))
+    assert events == [ToolCallStarted(0, "7", "get_weather"), ToolCallDelta(0, '{"city": "Zür')]
+    assert parser.push(TextDelta('"ich\n</param')) == [ToolCallDelta(0, '\\"ich')]
+    rest = "eter><parameter=days>True</parameter></function>"
+    assert parser.push(TextDelta(rest)) == [ToolCallDelta(0, '", "days": true}'), ToolCallEnded(0)]
+
+
+def test_a_value_in_cdata_is_unwrapped() -> None:
+    notation = replace(QWEN_XML, has_cdata=True)
+    text = "<tool_call><function=get_weather><parameter=city><![CDATA[a</parameter>b]]></parameter>"
+    events = parse(f"{text}</function></tool_call>", ReplyFormat(notation))
+    assert calls_of(events) == [("get_weather", {"city": "a</parameter>b"})]
+
+
+@pytest.mark.parametrize("more", ['"id": "abc123xyz"', '"index": 0, "type": "function"'])
+def test_members_after_the_arguments_are_not_text(more: str) -> None:
+    call = f'{{"name": "send", "arguments": {{}}, {more}}}'
+    events = parse(f"[TOOL_CALLS][{call}, {call}] ok", ReplyFormat(MISTRAL))
+    assert calls_of(events) == [("send", {})] * 2
+    assert text_of(events) == "ok"
+
+
 def test_python_values_of_all_kinds() -> None:
     text = "[send(a=-1.5, b=[True, null], c={'d': (1, 'x')}, e=\"]\\\")\")]"
     events = parse(text, ReplyFormat(PYTHONIC))
@@ -424,6 +450,12 @@ def test_harmonys_messages_to_others_are_text(tools: tuple[()]) -> None:
     assert parse(text, CHANNELS, tools) == [TextDelta("{}"), END]
     text = "<|channel|>commentary to=functions.send<|message|>print()<|call|>"
     assert parse(text, CHANNELS, tools) == [TextDelta("print()"), END]
+
+
+def test_a_harmony_reply_may_begin_with_its_recipient() -> None:
+    text = ' to=functions.send<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+    assert calls_of(parse(text, CHANNELS, cuts=range(len(text)))) == [("send", {"a": 1})]
+    assert parse(" to be", CHANNELS) == [TextDelta(" to be"), END]
 
 
 def test_a_harmony_call_cut_off_is_closed() -> None:
