@@ -3,12 +3,15 @@
 The table of known models is data (`adapters/outbound/models/known_models.toml`).
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from semantic.domain.errors import InvalidRequestError
 
+# llama.cpp's names of the parts of a split file.
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
 # Clients made for Anthropic's models request them by name, also for background tasks.
 _ANY = ("claude*", "anthropic/claude*")
 _LATEST = ":latest"
@@ -26,8 +29,13 @@ def served_id(source: str) -> str:
     Example:
         >>> served_id("~/models/qwen.gguf"), served_id("Qwen/Qwen3-4B")
         ('qwen', 'Qwen3-4B')
+        >>> served_id("glm-00001-of-00003.gguf")
+        'glm'
     """
-    return source.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+    name = source.rstrip("/").rpartition("/")[2]
+    if not name.endswith(".gguf"):
+        return name
+    return _PART.sub("", name.removesuffix(".gguf"))
 
 
 @dataclass(frozen=True, slots=True)

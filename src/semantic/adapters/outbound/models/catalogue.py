@@ -10,6 +10,7 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from semantic.adapters.outbound.models.description import directory_facts, file_facts
+from semantic.adapters.outbound.models.gguf.header import gguf_parts
 from semantic.adapters.outbound.models.machine import suggestions
 from semantic.adapters.outbound.models.source import LocalModelSource, starter_gguf_here
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
@@ -122,11 +123,12 @@ class ModelCatalogue:
                     f"a server uses {entry.id}; serve another model or stop the server first.",
                     param="model",
                 )
-            num_bytes = disk_bytes(owned)
+            num_bytes = sum(map(disk_bytes, gguf_parts(owned)))
             if owned.is_dir():
                 shutil.rmtree(owned)
             else:
-                owned.unlink()
+                for part in gguf_parts(owned):
+                    part.unlink(missing_ok=True)
         self._seen_at = -_FRESH_S
         return num_bytes
 
@@ -147,7 +149,8 @@ class ModelCatalogue:
             yield self._starter_model, starter
         for directory in (models_dir, *self._directories):
             for path in _listed(directory):
-                is_model = path.suffix == ".gguf" or (path / "config.json").is_file()
+                is_gguf = path.suffix == ".gguf" and path == gguf_parts(path)[0]
+                is_model = is_gguf or (path / "config.json").is_file()
                 if is_model and path != starter:
                     yield (path.name if directory == models_dir else str(path)), path
         for cache in self._local.hub_caches:
@@ -169,7 +172,7 @@ class ModelCatalogue:
 
     def _entry(self, source: str, path: Path) -> ModelEntry | None:
         if path.suffix == ".gguf" and path.is_file():
-            return self._sized(ModelEntry(served_id(source), source, "gguf"), [path], 1)
+            return self._sized(ModelEntry(served_id(source), source, "gguf"), gguf_parts(path), 1)
         try:
             config = json.loads((path / "config.json").read_text("utf-8"))
             weights = [*path.glob("*.safetensors")]
@@ -192,7 +195,7 @@ class ModelCatalogue:
 def disk_bytes(path: Path) -> int:
     """Size of a file, or of all files below a directory; links are not followed."""
     files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
-    return sum(one.lstat().st_size for one in files)
+    return sum(one.lstat().st_size for one in files if one.exists())
 
 
 def _listed(directory: Path) -> list[Path]:

@@ -29,6 +29,7 @@ from semantic.adapters.outbound.models.gguf.importing import (
     write_starter_defaults,
 )
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
+from semantic.domain.model_names import served_id
 
 # The hub's own rules for ids; anything else is treated as a path.
 _HUB_ID = re.compile(r"(?!.*(--|\.\.|\.git$|\.gguf$))\b[\w.-]+\b/\b[\w.-]{1,96}\b")
@@ -70,7 +71,9 @@ class LocalModelSource:
         if (found := self._here(model)) is None:
             self.require_findable(model)
             return self._from_hub(model, on_progress)
-        return self._imported(found, found.stem, on_progress) if found.is_file() else found
+        return (
+            self._imported(found, served_id(found.name), on_progress) if found.is_file() else found
+        )
 
     def _here(self, model: str) -> Path | None:
         for path in (Path(model).expanduser(), self.models_dir / model):

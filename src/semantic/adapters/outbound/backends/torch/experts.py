@@ -1,8 +1,8 @@
 """Mixtures of experts as separate linears, which can be grouped and which the C library runs.
 
 transformers stores all experts of a layer in three-dimensional tensors. `separate_experts` replaces
-its modules by `Experts`. Supported are the layouts of Qwen 3 MoE (rows of gate, then rows of up)
-and of GPT-OSS (transposed, columns of gate and up alternate, with biases).
+its modules by `Experts`. Supported are the layout that most models share (rows of gate, then rows
+of up) and that of GPT-OSS (transposed, columns of gate and up alternate, with biases).
 """
 
 from collections.abc import Iterator, Sequence
@@ -66,35 +66,46 @@ class Experts(nn.Module):
 
 
 def is_stacked(module: nn.Module) -> bool:
-    """Whether a module holds experts in one of the supported layouts of transformers."""
-    return type(module).__name__ in (_SILU_EXPERTS, _CLAMPED_EXPERTS)
+    """Whether a module holds experts with gates in one of the layouts of transformers."""
+    both = getattr(module, "gate_up_proj", None)
+    return isinstance(both, nn.Parameter) and both.ndim == 3
+
+
+def is_silu(stacked: Any) -> bool:
+    """Whether experts compute what `Experts` does: their gates use SiLU, clamped or not."""
+    activation = getattr(stacked, "act_fn", None)
+    is_plain = activation is None or type(activation).__name__ in ("SiLU", "SiLUActivation")
+    return is_plain or _is_clamped(stacked)
+
+
+def _is_clamped(stacked: Any) -> bool:
+    return type(stacked).__name__ == _CLAMPED_EXPERTS
 
 
 def clamped_gate(stacked: Any) -> ClampedGate | None:
-    """Return the clamping of a transformers module's activation; None if it is SiLU."""
-    if type(stacked).__name__ == _SILU_EXPERTS:
+    """Return the clamping of a transformers module's activation; None if there is none."""
+    if not _is_clamped(stacked):
         return None
     return ClampedGate(float(stacked.alpha), float(stacked.limit))
 
 
 def expert_sizes(stacked: Any) -> tuple[int, int]:
     """Return the hidden and the intermediate size of a transformers module."""
-    if type(stacked).__name__ == _SILU_EXPERTS:
-        return stacked.hidden_dim, stacked.intermediate_dim
-    return stacked.hidden_size, stacked.intermediate_size
+    _, rows, columns = stacked.down_proj.shape
+    return (columns, rows) if _is_clamped(stacked) else (rows, columns)
 
 
 def separate_experts(model: nn.Module) -> None:
     """Replace a model's stacked experts by `Experts`; mutates the model."""
     for name, module in list(model.named_modules()):
-        if is_stacked(module):
+        if type(module).__name__ in (_SILU_EXPERTS, _CLAMPED_EXPERTS):
             gates, ups, downs = zip(*_linears(module), strict=True)
             model.set_submodule(name, Experts(gates, ups, downs, clamped_gate(module)))
 
 
 def _linears(stacked: Any) -> Iterator[tuple[FixedLinear, FixedLinear, FixedLinear]]:
     both, downs = stacked.gate_up_proj.detach(), stacked.down_proj.detach()
-    if type(stacked).__name__ == _SILU_EXPERTS:
+    if not _is_clamped(stacked):
         for joined, down in zip(both, downs, strict=True):
             gate, up = joined.chunk(2)
             yield FixedLinear(gate, None), FixedLinear(up, None), FixedLinear(down, None)
@@ -118,10 +129,9 @@ def write_stacked(
         weights: Of gate, up and down: a matrix of each expert.
         biases: Of gate, up and down, ``[experts, rows]``.
     """
-    is_silu = type(stacked).__name__ == _SILU_EXPERTS
     with torch.no_grad():
         for index, (gate, up, down) in enumerate(zip(*weights, strict=True)):
-            if is_silu:
+            if not _is_clamped(stacked):
                 stacked.gate_up_proj[index] = torch.cat([gate, up])
                 stacked.down_proj[index] = down
             else:

@@ -4,6 +4,7 @@ The weights stay grouped, or are expanded if the model runs in full numbers. Lin
 of the transformers model are replaced by grouped ones.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from semantic.adapters.outbound.backends.torch.experts import (
     Experts,
     clamped_gate,
     expert_sizes,
+    is_silu,
     is_stacked,
     write_stacked,
 )
@@ -30,6 +32,28 @@ from semantic.domain.errors import InvalidRequestError
 
 _Tensors = dict[str, torch.Tensor]
 
+# mlx-lm's names, which are those of the original files, and the names of transformers' modules.
+_SPARSE = (("block_sparse_moe.", "mlp."),)
+_ROUTER = (("router.layer.", "router."),)
+_NAMES = {
+    "mixtral": _SPARSE,
+    "minimax_m2": _SPARSE,
+    "granitemoe": _ROUTER,
+    "granitemoehybrid": (*_ROUTER, (".mlp.down_proj.", ".shared_mlp.output_linear.")),
+    "ernie4_5_moe": ((".moe_statics.", ".gate.moe_statics."),),
+    "nemotron_h": (
+        ("backbone.", "model."),
+        ("switch_mlp.fc1.", "experts.up_proj."),
+        ("switch_mlp.fc2.", "experts.down_proj."),
+    ),
+    "lfm2_moe": tuple(
+        (f"feed_forward.{name}_proj.", f"feed_forward.w{i}.")
+        for i, name in ((1, "gate"), (2, "down"), (3, "up"))
+    ),
+}
+_SHIFTED_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_SHIFTED = ("input_layernorm", "post_attention_layernorm", "model.norm", "q_norm", "k_norm")
+
 
 def is_grouped(config: Mapping[str, Any]) -> bool:
     """Whether a model's config declares grouped weights."""
@@ -43,7 +67,7 @@ def load_grouped(directory: Path, dtype: torch.dtype, *, is_kept: bool) -> Any:
         InvalidRequestError: they do not have 4, 5, 6 or 8 bits, or do not match the model.
     """
     model = empty_model(directory, dtype)
-    tensors = dict(read_tensors(directory))
+    tensors = _for_transformers(dict(read_tensors(directory)), model.config.model_type)
     for name, module in list(model.named_modules()):
         if is_stacked(module) and _experts_in_file(name, tensors) is not None:
             _load_experts(model, name, tensors, is_kept=is_kept)
@@ -55,6 +79,7 @@ def load_grouped(directory: Path, dtype: torch.dtype, *, is_kept: bool) -> Any:
                 expanded = weight.expanded().to(dtype)
                 module.weight = nn.Parameter(expanded, requires_grad=False)
                 tensors[f"{name}.weight"] = module.weight
+    _expand_rest(model, tensors)
     load_rest(model, tensors)
     return model
 
@@ -75,6 +100,38 @@ def auto_class(config: Any) -> Any:
         "text token by token. Use a causal language model.",
         param="model",
     )
+
+
+def _for_transformers(tensors: _Tensors, model_type: str) -> _Tensors:
+    """Give tensors that are not experts the names and layouts of transformers, not mlx-lm's."""
+    found: _Tensors = {}
+    for name, tensor in tensors.items():
+        renamed = name
+        for old, new in _NAMES.get(model_type, ()):
+            renamed = renamed.replace(old, new)
+        found[renamed] = tensor
+    kernels = [name for name in found if name.endswith("conv1d.weight")]
+    if model_type in _SHIFTED_TYPES and any(found[name].shape[-1] == 1 for name in kernels):
+        norms = [name for name in found if name.removesuffix(".weight").endswith(_SHIFTED)]
+        found |= {name: (found[name].float() - 1).to(found[name].dtype) for name in norms}
+    for name in kernels:
+        if found[name].shape[-1] == 1:  # mlx-lm has the channels last
+            found[name] = found[name].transpose(1, 2)
+    for name in [name for name in found if ".mlp.gate_proj." in name]:
+        if model_type == "granitemoehybrid":
+            both = [found.pop(name), found.pop(name.replace("gate_proj", "up_proj"))]
+            found[name.replace("mlp.gate_proj", "shared_mlp.input_linear")] = torch.cat(both)
+    return found
+
+
+def _expand_rest(model: nn.Module, tensors: _Tensors) -> None:
+    """Expand experts without gates, which are parameters of modules of transformers."""
+    for name, parameter in model.named_parameters():
+        if f"{name}.scales" in tensors:
+            weights = take_weights(tensors, name, parameter.shape[-1])
+            tensors[name] = torch.stack([weight.expanded() for weight in weights])
+        elif f"{name}.weight" in tensors:
+            tensors[name] = tensors.pop(f"{name}.weight")
 
 
 def empty_model(directory: Path, dtype: torch.dtype) -> Any:
@@ -126,7 +183,11 @@ def _load_experts(model: nn.Module, name: str, tensors: _Tensors, *, is_kept: bo
     biases = [tensors.pop(f"{part}.bias").to(dtype) for part in names] if has_biases else None
     columns = zip(names, (hidden, hidden, inner), strict=True)
     matrices = [_expert_matrices(tensors, part, num_columns) for part, num_columns in columns]
-    if is_kept and all(isinstance(first, GroupedWeight) for first, *_ in matrices):
+    if (
+        is_kept
+        and is_silu(module)
+        and all(isinstance(first, GroupedWeight) for first, *_ in matrices)
+    ):
         gates, ups, downs = (
             [
                 GroupedLinear(weight, None if biases is None else biases[part][expert])
@@ -143,7 +204,7 @@ def _load_experts(model: nn.Module, name: str, tensors: _Tensors, *, is_kept: bo
 
 
 def _experts_in_file(name: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
-    names = (name, name.removesuffix("experts") + "switch_mlp")
+    names = (name, name.removesuffix("experts") + "switch_mlp", f"{name}.switch_glu")
     return next((given for given in names if f"{given}.gate_proj.weight" in tensors), None)
 
 
@@ -186,7 +247,11 @@ def load_rest(
             model.set_output_embeddings(GroupedLinear(embedding.grouped, head.bias))
         else:
             model.tie_weights()
-    if wrong := sorted(missing | set(result.unexpected_keys)):
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    unexpected = {
+        key for key in result.unexpected_keys if not any(pattern.search(key) for pattern in ignored)
+    }
+    if wrong := sorted(missing | unexpected):
         raise InvalidRequestError(
             f"the model's weights do not match its config.json: {wrong[0]}", param="model"
         )

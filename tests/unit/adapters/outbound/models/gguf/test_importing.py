@@ -484,15 +484,23 @@ def test_metadata_decides_whether_text_begins_with_bos(adds_bos: bool, tmp_path:
 @pytest.mark.parametrize(
     "tiny,words",
     [
-        (Tiny("gemma"), ["architecture 'gemma'", "gemma2, gemma3, gpt-oss, llama"]),
+        (Tiny("stablelm"), ["architecture 'stablelm'", "gemma2, gemma3", "safetensors"]),
         (Tiny("qwen2"), ["tensor blk.0.attn_k.bias is missing"]),
-        (Tiny(biases="qkv"), ["tensor blk.0.attn_output.bias is missing"]),
+        (Tiny(biases="qkv"), ["tensor blk.0.attn_k.bias is not supported"]),
         (Tiny(extra={"blk.0.ffn_gate_inp.weight": rope_factors(1)}), ["blk.0.ffn_gate_inp.weight"]),
         (Tiny(extra={"rope_freqs.weight": rope_factors(8, 4096)}), ["RoPE factors"]),
-        (Tiny(fields={"llama.rope.scaling.type": "yarn"}), ["RoPE scaling 'yarn'"]),
+        (Tiny(fields={"llama.rope.scaling.type": "su"}), ["RoPE scaling 'su'"]),
+        (
+            Tiny(fields={"llama.rope.scaling.type": "yarn"}),
+            ["llama.rope.scaling.factor is missing"],
+        ),
         (Tiny(fields={"llama.rope.dimension_count": 4}), ["only 4 of a head's 8"]),
-        (Tiny(fields={"llama.attention.head_count_kv": 4}), ["attn_k.weight has 16 rows"]),
+        (
+            Tiny(fields={"llama.attention.head_count_kv": 4}),
+            ["attn_k.weight has 16 rows"],
+        ),
         (Tiny(fields={"llama.attention.head_count": [4, 4]}), ["head_count is list; expected int"]),
+        (Tiny(fields={"llama.feed_forward_length": [64, 32]}), ["length differs between layers"]),
         (Tiny(fields={"llama.block_count": 2_000_000_000}), ["tensor blk."]),
         *(
             (Tiny(fields={key: 2**32 - 1}), [f"{key} is 4294967295; expected a number from 0"])
@@ -523,7 +531,7 @@ def test_metadata_decides_whether_text_begins_with_bos(adds_bos: bool, tmp_path:
         ),
         (Tiny(fields={"llama.context_length": None}), ["llama.context_length is missing"]),
         (Tiny(fields={"tokenizer.ggml.model": "bert"}), ["model 'bert'", "'gpt2'"]),
-        (Tiny(fields={"tokenizer.ggml.pre": "falcon"}), ["'falcon'", "llama-bpe, qwen2, smollm"]),
+        (Tiny(fields={"tokenizer.ggml.pre": "new"}), ["'new'", "llama-bpe", "qwen2", "smollm"]),
         (Tiny(fields={"tokenizer.ggml.merges": ["q q"]}), ["tokenizer is damaged"]),
         (Tiny(fields={"tokenizer.ggml.merges": ["he"]}), ["'he' is not a pair"]),
         (Tiny(fields={"tokenizer.ggml.eos_token_id": 9999}), ["id 9999"]),
