@@ -108,32 +108,34 @@ class GroupedWeight:
 
 
 def _packed(integers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack each row's integers into a stream of bits: every eight of them fill `bits` bytes."""
-    eights = integers.reshape(*integers.shape[:-1], -1, 8)
-    packed = integers.new_zeros(*eights.shape[:-1], bits)
-    for index, (byte, shift) in enumerate(_places(bits)):
-        packed[..., byte] |= eights[..., index] << shift
+    """Pack each row's integers into a stream of bits, the first in the lowest."""
+    places = _places(bits)
+    runs = integers.reshape(*integers.shape[:-1], -1, len(places))
+    packed = integers.new_zeros(*runs.shape[:-1], len(places) * bits // 8)
+    for index, (byte, shift) in enumerate(places):
+        packed[..., byte] |= runs[..., index] << shift
         if shift + bits > 8:
-            packed[..., byte + 1] |= eights[..., index] >> (8 - shift)
+            packed[..., byte + 1] |= runs[..., index] >> (8 - shift)
     return packed.flatten(-2)
 
 
 def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         return packed
-    bytes_of_eight = packed.reshape(*packed.shape[:-1], -1, bits)
-    integers = packed.new_empty(*bytes_of_eight.shape[:-1], 8)
-    for index, (byte, shift) in enumerate(_places(bits)):
-        value = bytes_of_eight[..., byte] >> shift
+    places = _places(bits)
+    runs = packed.reshape(*packed.shape[:-1], -1, len(places) * bits // 8)
+    integers = packed.new_empty(*runs.shape[:-1], len(places))
+    for index, (byte, shift) in enumerate(places):
+        value = runs[..., byte] >> shift
         if shift + bits > 8:
-            value |= bytes_of_eight[..., byte + 1] << (8 - shift)
+            value |= runs[..., byte + 1] << (8 - shift)
         integers[..., index] = value & (2**bits - 1)
     return integers.flatten(-2)
 
 
 def _places(bits: int) -> list[tuple[int, int]]:
-    """Byte and lowest bit of each of eight integers."""
-    return [divmod(bits * index, 8) for index in range(8)]
+    """Byte and lowest bit of each of the integers that fill whole bytes together."""
+    return [divmod(bits * index, 8) for index in range(8 // math.gcd(bits, 8))]
 
 
 class GroupedLinear(nn.Module):

@@ -9,6 +9,7 @@ Types with less than 4 bits or uneven steps become 8 bits, which few tensors of 
 `find_problem` names files that would grow by more than 15 %.
 """
 
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -197,13 +198,14 @@ def _read_rows(tensor: gguf.ReaderTensor, rows: npt.NDArray[Any]) -> dict[str, S
 
 def _words(integers: Bytes, bits: int) -> npt.NDArray[np.uint32]:
     """Pack each row's integers into a stream of bits, the first in the lowest."""
-    eights = integers.reshape(len(integers), -1, 8)
-    packed = np.zeros((*eights.shape[:2], bits), np.uint8)  # eight integers fill `bits` bytes
-    for index in range(8):
+    count = 8 // math.gcd(bits, 8)  # integers that fill whole bytes
+    runs = integers.reshape(len(integers), -1, count)
+    packed = np.zeros((*runs.shape[:2], count * bits // 8), np.uint8)
+    for index in range(count):
         byte, shift = divmod(bits * index, 8)
-        packed[..., byte] |= eights[..., index] << np.uint8(shift)
+        packed[..., byte] |= runs[..., index] << np.uint8(shift)
         if shift + bits > 8:
-            packed[..., byte + 1] |= eights[..., index] >> np.uint8(8 - shift)
+            packed[..., byte + 1] |= runs[..., index] >> np.uint8(8 - shift)
     return packed.reshape(len(integers), -1).view(np.uint32)
 
 
