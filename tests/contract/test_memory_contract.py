@@ -25,6 +25,7 @@ from semantic.application.settings import EngineLimits
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockNamespace, BlockPart
 from semantic.domain.errors import DrainingError
+from semantic.domain.events import PromptScored
 from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import LayerKind
@@ -117,11 +118,13 @@ class MemoryBench(EngineRig[ModelBackendPort]):
         *,
         agent: str = "",
         params: SamplingParams = GREEDY,
+        **options: bool,
     ) -> None:
         """Queue a prompt whose first tokens are a system prompt."""
         stop = StopRules(ignore_eos=True)
         job = Job(name, agent or name, self.root, tuple(tokens), params, stop, num_reply)
-        self.submit(replace(job, boundaries=(HEAD,) if len(tokens) > HEAD else ()))
+        boundaries = (HEAD,) if len(tokens) > HEAD else ()
+        self.submit(replace(job, boundaries=boundaries, **options))  # type: ignore[arg-type]
 
     def wait(self) -> None:
         self._news.wait(0.02)
@@ -456,3 +459,41 @@ def test_resumed_around_a_boundary(benches: Benches, alone: Alone, around: int) 
         assert bench.say(name, asked, agent=name) == alone(asked, GREEDY, NUM_REPLY)
         if around >= 0:
             assert bench.reuse(name).reused >= place
+
+
+# -- requests that keep nothing, or need more than was kept -------------------------------------
+
+
+@pytest.mark.parametrize("max_idle", [0, 4])
+def test_an_ephemeral_request_reads_state_and_leaves_none(
+    benches: Benches, alone: Alone, tmp_path: Path, max_idle: int
+) -> None:
+    bench = benches(BenchLimits(max_idle=max_idle))
+    said = talk(bench, alone, 2)
+    bench.forget()
+    names, files = {node.name for node in bench.nodes()}, sorted(tmp_path.rglob("*.safetensors"))
+    asked = [*said, *prompt(30, 98)]
+    bench.ask("ephemeral", asked, 20, agent="a", is_ephemeral=True)
+    bench.run()
+    assert bench.reply("ephemeral") == alone(asked, GREEDY, 20)
+    assert bench.reuse("ephemeral").reused >= len(said) - 1
+    assert bench.disk.flush(30)
+    assert {node.name for node in bench.nodes()} == names
+    assert sorted(tmp_path.rglob("*.safetensors")) == files
+    assert next_turn(bench, alone, said).reused >= len(said) - 1
+
+
+def test_a_scored_prompt_does_not_use_cached_state(benches: Benches, alone: Alone) -> None:
+    bench = benches(BenchLimits(max_idle=4))
+    params, scores = replace(GREEDY, top_logprobs=1), []
+    for name in ("fresh", "cached"):
+        bench.ask(name, FIRST, params=params, is_prompt_scored=True)
+        bench.run()
+        assert bench.reply(name) == alone(FIRST, GREEDY, NUM_REPLY)
+        (scored,) = [event for event in bench.events[name] if isinstance(event, PromptScored)]
+        assert [int(token.text) for token in scored.rest] == FIRST[1:]
+        scores.append([token.logprob for token in scored.rest])
+    assert bench.reuse("cached").reused == 0
+    assert scores[1] == pytest.approx(scores[0], abs=1e-4)
+    # What was computed for them is kept.
+    assert next_turn(bench, alone, FIRST).reused >= len(FIRST) - 1

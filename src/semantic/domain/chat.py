@@ -301,6 +301,8 @@ class AgentHint:
         previous_turn: The turn that the request continues, as its agent or as a fork of it.
         continuation: Set where the server keeps the conversation; such requests of one agent run
             one after another.
+        is_ephemeral: Whether the request leaves nothing behind: no turn, no text and no KV cache.
+            It may read those of its agent and does not change them.
     """
 
     agent_id: str | None = None
@@ -308,6 +310,7 @@ class AgentHint:
     client_key: str | None = None
     previous_turn: str | None = None
     continuation: Continuation | None = None
+    is_ephemeral: bool = False
 
 
 class ServiceClass(enum.Enum):
@@ -338,7 +341,8 @@ class ChatRequest:
     Attributes:
         model: The model's name or an alias; empty means the served model.
         raw_prompt: Replaces messages; no template is applied.
-        is_stored: Whether the messages may be stored; the KV cache is stored in any case.
+        is_stored: Whether the messages may be stored. The KV cache is stored in any case, unless
+            the request is ephemeral.
         is_continued: Whether the last message is the assistant's and the reply continues it.
         prediction: Text that the client expects in large parts of the reply.
         max_prompt: Maximum number of prompt tokens, below the model's own; None sets none.

@@ -137,7 +137,11 @@ class InferencePort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NewTurn:
-    """New messages in an agent's conversation, and the parameters of the reply."""
+    """New messages in an agent's conversation, and the parameters of the reply.
+
+    Attributes:
+        is_ephemeral: See `AgentHint`; such a turn does not wait for others of the agent.
+    """
 
     messages: tuple[Message, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -145,6 +149,7 @@ class NewTurn:
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     output_format: OutputFormat | None = None
     thinking: Thinking | None = None
+    is_ephemeral: bool = False
 
 
 class StatefulInferencePort(Protocol):

@@ -20,6 +20,7 @@ from semantic.domain.events import Finished
 from semantic.domain.sampling import UNSET_SAMPLING, SamplingParams
 
 NO_LIMIT = -1  # clients of llama.cpp and vLLM send it for "no limit"
+EPHEMERAL = "true leaves nothing behind: no turn, no text and no KV cache"
 MAX_MESSAGES = 10_000
 MAX_ENTRIES = 1024  # in any list other than messages and their parts
 _MAX_PARTS = 10_000  # in all messages together
@@ -169,6 +170,15 @@ def client_params(client_param: Callable[..., str | None], *about: object) -> It
     except InvalidRequestError as error:
         error.param = client_param(error.param, *about)
         raise
+
+
+def is_ephemeral(header: str | None) -> bool:
+    """Read the header `X-Agent-Ephemeral`; None means that the request has none."""
+    values = {None: False, "false": False, "0": False, "true": True, "1": True}
+    value = header.strip().lower() if header is not None else None
+    if value not in values:
+        raise InvalidRequestError("it must be true or false.", param="X-Agent-Ephemeral")
+    return values[value]
 
 
 def refuse(is_given: object, param: str, why: str) -> None:

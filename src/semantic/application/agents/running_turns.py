@@ -71,17 +71,27 @@ class TurnWatch:
         return [_running(turn, trace) for turn, trace in turns]
 
     def begin(
-        self, started: Started, tenant: str, agent_id: str, trace: RequestTrace
+        self,
+        started: Started,
+        tenant: str,
+        agent_id: str,
+        trace: RequestTrace,
+        *,
+        is_published: bool = True,
     ) -> Callable[[Finished | Failed, Reuse], None]:
-        """Report the start of a turn; returns a function to call with its last event."""
+        """Report the start of a turn; returns a function to call with its last event.
+
+        The feed gets no events of a turn that is not published.
+        """
         begun = TurnStarted(
             tenant, agent_id, turn_id(started.request_id), started.usage.prompt_tokens
         )
         with self._lock:
             self._live[begun.turn_id] = begun, trace
         self._telemetry.begin(trace, started.request_id, agent_id, started.model)
-        self._feed.publish(begun)
-        return lambda event, reuse: self._end(started, begun, event, reuse)
+        publish = self._feed.publish if is_published else _discard
+        publish(begun)
+        return lambda event, reuse: publish(self._end(started, begun, event, reuse))
 
     def refuse(self, model: str, error: SemanticError) -> None:
         """Count a request that was rejected before it was queued."""
@@ -96,7 +106,7 @@ class TurnWatch:
 
     def _end(
         self, started: Started, begun: TurnStarted, event: Finished | Failed, reuse: Reuse
-    ) -> None:
+    ) -> TurnEnded:
         reason, usage, problem = "failed", started.usage, ""
         if isinstance(event, Finished):
             reason, usage = event.reason.value, event.usage
@@ -107,7 +117,7 @@ class TurnWatch:
             self._count(started.model, reason, problem, reuse)
         self._telemetry.end(trace, RequestEnd(reason, usage, reuse, problem))
         names = begun.tenant, begun.agent_id, begun.turn_id
-        self._feed.publish(TurnEnded(*names, reason, usage, reuse))
+        return TurnEnded(*names, reason, usage, reuse)
 
     def _count(self, model: str, outcome: str, problem: str, more: Reuse) -> None:
         counts = self.counts
@@ -118,6 +128,10 @@ class TurnWatch:
         counts.replies += 1
         counts.hits += bool(more.reused)
         counts.reuse += more
+
+
+def _discard(_: TurnStarted | TurnEnded) -> None:
+    """Publish nothing."""
 
 
 def _running(turn: TurnStarted, trace: RequestTrace) -> RunningTurn:

@@ -179,6 +179,7 @@ class BlockPoolBatchEngine:
         self._launched.clear()
         self._memory.close_all()
         for generation in list(self._generations.values()):
+            self._planner.forget(generation)
             generation.prefix.end_restore()
             generation.progress.num_rows = 0
             if not generation.is_done:
@@ -365,8 +366,8 @@ class BlockPoolBatchEngine:
         self._watch.note_end(generation)
         if generation.seq in self._memory.sequences:
             self._sharing.seal_tail(generation)
-            is_finished = isinstance(generation.final, Finished)
-            if is_sound and is_finished and generation.progress.num_computed:
+            is_kept = isinstance(generation.final, Finished) and not generation.job.is_ephemeral
+            if is_sound and is_kept and generation.progress.num_computed:
                 self._memory.go_idle(generation, self._scheduler.limits.max_idle)
             else:
                 self._admission.close_sequence(generation)

@@ -83,6 +83,7 @@ class Sealing:
         num_sealed: Positions whose blocks are sealed.
         last_start: Start of the last block that this request sealed itself.
         pointer: Name of the block where the state ends; set when the tail is sealed.
+        is_wanted: Whether to seal blocks at all.
         is_active: False once a block could not be sealed; later blocks are useless without it.
     """
 
@@ -94,10 +95,11 @@ class Sealing:
     last_start: int = 0
     names: list[BlockName] = field(default_factory=list)
     pointer: BlockName | None = None
-    is_active: bool = True
+    is_wanted: bool = True
+    is_active: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.chain = self.root
+        self.chain, self.is_active = self.root, self.is_wanted
 
     def start_at(self, num_tokens: int, chain: BlockName, num_sealed: int) -> None:
         """Continue the blocks of a prefix of `num_tokens` tokens, `num_sealed` of them sealed."""
@@ -105,7 +107,7 @@ class Sealing:
 
     def restart(self) -> None:
         self.start_at(0, self.root, 0)
-        self.is_active = True
+        self.is_active = self.is_wanted
 
     def block_at(self, position: int) -> tuple[int, int]:
         """Start and end of the block that holds `position`, which must not be sealed yet."""
@@ -211,7 +213,8 @@ class Generation:
         self.tokens = list(self.job.tokens)
         self.num_prompt = len(self.tokens)
         self.constraint = self.job.constraint
-        self.sealing = Sealing(self.job.root, block_tokens, self.job.boundaries)
+        is_kept = not self.job.is_ephemeral
+        self.sealing = Sealing(self.job.root, block_tokens, self.job.boundaries, is_wanted=is_kept)
 
     @property
     def num_generated(self) -> int:
@@ -357,7 +360,7 @@ class Generation:
             prompt_tokens=self.num_prompt,
             completion_tokens=self.num_generated,
             cache_read_tokens=reuse.reused,
-            cache_creation_tokens=reuse.computed,
+            cache_creation_tokens=0 if self.job.is_ephemeral else reuse.computed,
             accepted_prediction_tokens=drafting.num_accepted,
             rejected_prediction_tokens=drafting.num_sent - drafting.num_accepted,
         )

@@ -80,6 +80,8 @@ class PrefixSharing:
         for other in running:
             if other.order > generation.order or not other.is_prefilling:
                 continue
+            if other.job.is_ephemeral:
+                continue  # its state is gone as soon as it ends
             if other.is_background and not generation.is_background:
                 continue  # a background request may be delayed for long
             shared = self._num_usable(other, generation)
@@ -99,14 +101,16 @@ class PrefixSharing:
         """Return the open sequence to start from; None if sealed blocks cover more tokens."""
         best: OpenSource | None = None
         plan = self._plan(generation)
-        self._store.touch_parts(plan.parts)  # so that making room evicts other blocks
+        if not generation.job.is_ephemeral:
+            self._store.touch_parts(plan.parts)  # so that making room evicts other blocks
         num_tokens = plan.end
         idle = self._idle.best_for(generation)
         if idle is not None and idle[1] >= num_tokens:
             copy, num_tokens = idle
             is_whole = num_tokens == len(copy.tokens)
             is_own = copy.agent == generation.job.agent and self.can_cut_anywhere
-            best = OpenSource(copy.seq, num_tokens, is_taken_over=is_whole or is_own)
+            may_take = not generation.job.is_ephemeral
+            best = OpenSource(copy.seq, num_tokens, is_taken_over=may_take and (is_whole or is_own))
         for other in running:
             shared = generation.num_shared(other.job.root, other.tokens)
             shared = min(shared, other.progress.num_computed)
@@ -192,6 +196,8 @@ class PrefixSharing:
         Sets `Sealing.pointer` to the last sealed block.
         """
         trace, sealing = generation.job.trace, generation.sealing
+        if not sealing.is_wanted:
+            return
         trace.sealing = time.monotonic()
         self.seal(generation, is_last=True)
         start, end = sealing.num_sealed, generation.progress.num_computed
@@ -220,7 +226,11 @@ class PrefixSharing:
         root, basis = generation.job.root, (self._store.version, generation.num_reusable)
         prefix = generation.prefix
         if prefix.plan is None or prefix.plan_basis != basis:
-            prefix.plan = self._store.plan(root, generation.tokens[: generation.num_reusable])
+            prefix.plan = self._store.plan(
+                root,
+                generation.tokens[: generation.num_reusable],
+                is_used=not generation.job.is_ephemeral,
+            )
             prefix.plan_basis = basis
         cost, begun = self._budget.seconds_per_token, prefix.prefetched_parts
         return worth_reading(

@@ -45,6 +45,8 @@ class Job:
             None leaves special tokens without text.
         is_prompt_scored: Whether to score the prompt's tokens, with `sampling.top_logprobs`
             alternatives each.
+        is_ephemeral: Whether the engine keeps nothing of the request: no block, no idle copy and
+            no source of draft tokens.
     """
 
     id: str
@@ -65,6 +67,7 @@ class Job:
     past: tuple[tuple[int, ...], ...] = ()
     spelled: Mapping[int, bytes] | None = None
     is_prompt_scored: bool = False
+    is_ephemeral: bool = False
     trace: RequestTrace = field(default_factory=RequestTrace, compare=False)
 
 

@@ -10,6 +10,7 @@ conversation up to the reply with the generation prompt. The prompt's digest ver
 so a wrong one only costs a lookup.
 """
 
+import copy
 import hashlib
 import json
 import sys
@@ -103,11 +104,7 @@ class Renderer:
         self.traits = probe(tokenizer)
         self._special = SpecialText(tokenizer.special_tokens)
         self._special_texts = {token.id: token.text for token in tokenizer.special_tokens}
-        self._composer = Composer(self.traits, self._special)
-        self._runs = RunEncoder(tokenizer)
-        # Cached positions, by the digest of what they depend on.
-        self._prompt_ends: LruCache[bytes, int] = LruCache(_MAX_POSITIONS)
-        self._heads: LruCache[bytes, int] = LruCache(_MAX_POSITIONS)
+        self._reset_caches()
         self._lost = {
             is_thinking: lost_generation_prompt(tokenizer, self.traits, is_thinking=is_thinking)
             for is_thinking in (None, True, False)
@@ -116,6 +113,19 @@ class Renderer:
             is_thinking: generation_prompt(tokenizer, self.traits, is_thinking=is_thinking)
             for is_thinking in (None, True, False)
         }
+
+    def with_empty_caches(self) -> "Renderer":
+        """Return a renderer of the same model, for a request that must leave nothing behind."""
+        other = copy.copy(self)
+        other._reset_caches()
+        return other
+
+    def _reset_caches(self) -> None:
+        self._composer = Composer(self.traits, self._special)
+        self._runs = RunEncoder(self.tokenizer)
+        # Cached positions, by the digest of what they depend on.
+        self._prompt_ends: LruCache[bytes, int] = LruCache(_MAX_POSITIONS)
+        self._heads: LruCache[bytes, int] = LruCache(_MAX_POSITIONS)
 
     def render(
         self,

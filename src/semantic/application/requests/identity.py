@@ -222,12 +222,16 @@ class Identities:
     ) -> Identity:
         """Find the agent that a prompt belongs to, and claim it; writes nothing.
 
-        Returns a new anonymous agent if none matches, or if the named agent is busy.
+        Returns a new anonymous agent if none matches, if the named agent is busy, or if the
+        request is ephemeral.
 
         Args:
             num_head: Number of leading tokens for tools and system prompt, which agents share.
         """
-        if hint.previous_turn and not (hint.agent_id or hint.session):
+        found: Identity | None = None
+        if hint.is_ephemeral:
+            pass  # its agent is never created
+        elif hint.previous_turn and not (hint.agent_id or hint.session):
             found = self._following(tenant, hint.previous_turn, claim)
         elif (named := self._named(hint, tokens[:num_head])) is not None:
             found = _claimed(named, hint, claim)

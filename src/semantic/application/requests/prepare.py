@@ -100,9 +100,12 @@ class Preparation:
             QuotaExceededError: the agent's turns or the tenant's disk quota are used up.
             StateQuotaError: the prompt's KV cache exceeds the agent's quota.
         """
-        self._agents.check_storage(principal.tenant)
+        is_kept = not request.agent.is_ephemeral
+        if is_kept:
+            self._agents.check_storage(principal.tenant)
         root, texts = model.root(principal), model.text_root(principal)
-        prompt, day = self._render(request, model, TenantReplays(texts, self._replays))
+        replays = TenantReplays(texts, self._replays, is_used=is_kept)
+        prompt, day = self._render(request, model, replays)
         identity = self._identities.identify(
             principal.tenant, request.agent, prompt.tokens, prompt.num_head, claim
         )
@@ -111,9 +114,7 @@ class Preparation:
         visible, shape = _shape(request, prompt, model)
         max_tokens = self._max_tokens(request, len(prompt.tokens), model)
         constraint = _constraint(shape, max_tokens, request.beginning, model)
-        budget = request.thinking.budget if request.thinking else None
-        if budget is not None and not request.is_continued:
-            constraint = _within(budget, shape, model, visible, constraint)
+        constraint = _within_budget(request, shape, model, visible, constraint)
         job = Job(
             id=secrets.token_hex(12),
             agent=f"{principal.tenant}/{identity.agent_id}",
@@ -130,9 +131,10 @@ class Preparation:
             visible=visible,
             max_kept=max_kept,
             prediction=_predicted(request, model),
-            past=self._past.of(principal.tenant, root, model),
+            past=self._past.of(principal.tenant, root, model) if is_kept else (),
             spelled=_spelled(request, model),
             is_prompt_scored=request.raw_prompt is not None and request.raw_prompt.is_scored,
+            is_ephemeral=not is_kept,
         )
         return PreparedRequest(
             request,
@@ -183,6 +185,8 @@ class Preparation:
         renderer = self._renderer
         if renderer is None or renderer.tokenizer is not model.tokenizer:
             renderer = self._renderer = Renderer(model.tokenizer)
+        if request.agent.is_ephemeral:
+            renderer = renderer.with_empty_caches()
         today = self._dates.of(replays.root, request) if renderer.traits.shows_date else None
         try:
             return renderer.render(request, today=today, replays=replays), today
@@ -316,13 +320,16 @@ def _thinking_counter(
     return ThinkingCounter(markers, piece, is_open=shape.is_thinking_open)
 
 
-def _within(
-    budget: int,
+def _within_budget(
+    request: ChatRequest,
     shape: ReplyShape,
     model: LoadedModel,
     visible: Mapping[int, bytes],
     inner: TokenConstraint | None,
 ) -> TokenConstraint | None:
+    budget = request.thinking.budget if request.thinking else None
+    if budget is None or request.is_continued:
+        return inner
     thinking, markers = _thinking_counter(shape, model, visible), shape.format.thinking_markers
     if thinking is None or markers is None:
         return inner

@@ -175,7 +175,9 @@ class InferenceService:
             started,
             parser,
             on_cancel=lambda: self._device.cancel(job.id),
-            log=lambda finished: self._log_turn(prepared, finished, claim.epoch),
+            log=None
+            if job.is_ephemeral
+            else lambda finished: self._log_turn(prepared, finished, claim.epoch),
             thinking=prepared.thinking,
             beginning=prepared.request.beginning,
         )
@@ -188,7 +190,10 @@ class InferenceService:
             raise
         reply.on_end(lambda *_: claim.release())
         tenant, agent_id = prepared.principal.tenant, prepared.identity.agent_id
-        reply.on_end(self._watch.begin(started, tenant, agent_id, job.trace))
+        is_published = not job.is_ephemeral
+        reply.on_end(
+            self._watch.begin(started, tenant, agent_id, job.trace, is_published=is_published)
+        )
         return reply
 
     async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:

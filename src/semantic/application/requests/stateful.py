@@ -104,6 +104,8 @@ class StatefulChat:
         )
 
     async def _generate(self, principal: Principal, agent: Agent, ask: NewTurn) -> Reply:
+        if ask.is_ephemeral:
+            return await self._begin(principal, agent, ask, None)
         with contextlib.ExitStack() as turn:
             lane = turn.enter_context(self._lanes.lane(principal.tenant, agent.id))
             await self._lanes.wait(lane)
@@ -136,7 +138,8 @@ class StatefulChat:
         agent = await self._agent(principal, known.id)
         if agent.created_at != known.created_at:
             raise AgentNotFoundError(f"agent {agent.id!r} was deleted and created again meanwhile.")
-        self._agents.check_quota(agent)
+        if not ask.is_ephemeral:
+            self._agents.check_quota(agent)
         logged = await asyncio.to_thread(self._agents.conversation, agent)
         may_drop = agent.profile.overflow is Overflow.DROP_OLDEST
         conversation = Conversation.of(agent, logged)
@@ -166,7 +169,11 @@ class StatefulChat:
             stop=ask.stop,
             output_format=ask.output_format,
             thinking=ask.thinking,
-            agent=AgentHint(agent.id, continuation=conversation.continuation),
+            agent=AgentHint(
+                agent.id,
+                continuation=conversation.continuation,
+                is_ephemeral=ask.is_ephemeral,
+            ),
             service_class=agent.service_class,
             is_continued=ask.messages[-1].role is Role.ASSISTANT,
         )

@@ -4,8 +4,10 @@ Times are not asserted: what takes time is counted, on the device and in the tok
 `benchmarks/bench_tenant_timing.py` measures them.
 """
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +16,7 @@ from semantic.application.engine.model import LoadedModel
 from semantic.application.prompt.replay import ReplayStore
 from semantic.application.requests.service import InferenceService
 from semantic.domain.agents import Principal
-from semantic.domain.chat import ChatRequest, Message, Role
+from semantic.domain.chat import AgentHint, ChatRequest, Message, Role
 from semantic.domain.events import Finished
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.backend import LAST_SAMPLED, KVPayload, SequenceId, Step, Ticket
@@ -65,26 +67,35 @@ def said(word: str) -> ChatRequest:
     return ChatRequest("fake", (system, question), sampling=SamplingParams(seed=1), stop=stop)
 
 
-async def test_a_prompt_of_another_tenant_takes_the_same_work_as_a_cold_one() -> None:
+async def asked(
+    service: InferenceService, work: Work, who: Principal, request: ChatRequest
+) -> tuple[Work, int]:
+    """Ask to the end; returns the work that took, and how many tokens were reused."""
+    work.clear()
+    events = [event async for event in await service.start(request, who)]
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    return work.copy(), finished.usage.cache_read_tokens
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[tuple[InferenceService, Work]]:
+    """A service, and the work that it does."""
     work: Work = Counter()
-    victim, prober = Principal("victim", b"one salt"), Principal("prober", b"another")
     model = LoadedModel("fake", CountingBackend(work), CountingTokenizer(work))
-
-    async def ask(who: Principal, word: str) -> tuple[Work, int]:
-        """Ask to the end; returns the work that took, and how many tokens were reused."""
-        work.clear()
-        events = [event async for event in await service.start(said(word), who)]
-        finished = events[-1]
-        assert isinstance(finished, Finished)
-        return work.copy(), finished.usage.cache_read_tokens
-
     with ready_device(model) as device:
-        service = InferenceService(*device, agents_of(), ReplayStore(), gate=gate_to(device[0]))
-        await ask(prober, "first")  # whatever is done once for a tenant
-        cold, num_cold = await ask(prober, "never")
-        await ask(victim, "plans")
-        probe, num_probed = await ask(prober, "plans")
-        own, num_own = await ask(prober, "plans")
+        gate = gate_to(device[0])
+        yield InferenceService(*device, agents_of(), ReplayStore(), gate=gate), work
+
+
+async def test_a_prompt_of_another_tenant_takes_the_same_work_as_a_cold_one() -> None:
+    victim, prober = Principal("victim", b"one salt"), Principal("prober", b"another")
+    with counted() as (service, work):
+        await asked(service, work, prober, said("first"))  # whatever is done once for a tenant
+        cold, num_cold = await asked(service, work, prober, said("never"))
+        await asked(service, work, victim, said("plans"))
+        probe, num_probed = await asked(service, work, prober, said("plans"))
+        own, num_own = await asked(service, work, prober, said("plans"))
 
     # A few tokens of the template are the prober's own, from its first prompt.
     assert num_probed == num_cold < 20
@@ -93,3 +104,17 @@ async def test_a_prompt_of_another_tenant_takes_the_same_work_as_a_cold_one() ->
     assert num_own > 400
     assert own["computed"] < cold["computed"] / 2
     assert own["encoded"] < cold["encoded"] / 2
+
+
+async def test_an_ephemeral_prompt_takes_the_same_work_again() -> None:
+    """No cache has kept it; it may still read what others have left."""
+    me, ephemeral = Principal(), AgentHint("coder", is_ephemeral=True)
+    with counted() as (service, work):
+        await asked(service, work, me, said("first"))
+        cold, num_cold = await asked(service, work, me, said("never"))
+        await asked(service, work, me, replace(said("plans"), agent=ephemeral))
+        again, num_again = await asked(service, work, me, said("plans"))
+        _, num_read = await asked(service, work, me, replace(said("plans"), agent=ephemeral))
+
+    assert (again, num_again) == (cold, num_cold)
+    assert num_read > 400

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, BinaryIO
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from semantic.adapters.inbound.agents.generate import GENERATED, ReplyWriter
@@ -43,7 +43,7 @@ from semantic.adapters.inbound.http.streaming import (
     answer,
     unless_disconnected,
 )
-from semantic.adapters.inbound.wire import client_params
+from semantic.adapters.inbound.wire import EPHEMERAL, client_params, is_ephemeral
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
 from semantic.domain.agents import Principal, Turn
@@ -196,12 +196,19 @@ class AgentApi:
 
     # -- turns ----------------------------------------------------------------------------------
 
-    async def generate(self, agent_id: AgentPath, body: Generate, http: Request) -> Response:
+    async def generate(
+        self,
+        agent_id: AgentPath,
+        body: Generate,
+        http: Request,
+        x_agent_ephemeral: Annotated[str | None, Header(description=EPHEMERAL)] = None,
+    ) -> Response:
         """Answer new messages in the agent's conversation, whole or as a stream.
 
         Turns of one agent run in the order in which they were requested.
         """
-        starting = self._inference.generate(self._principal(), agent_id, body.to_domain())
+        ask = body.to_domain(is_ephemeral=is_ephemeral(x_agent_ephemeral))
+        starting = self._inference.generate(self._principal(), agent_id, ask)
         with client_params(body.client_param):
             reply = await unless_disconnected(starting, http)
         if reply is None:

@@ -23,6 +23,7 @@ from semantic.adapters.inbound.wire import (
     ToolSchema,
     client_params,
     example,
+    is_ephemeral,
     limit_parts,
     refuse,
     renumber,
@@ -366,7 +367,12 @@ class CountRequest(Schema):
         agent_id = headers.get("x-agent-id")
         if agent_id is not None:
             check_agent_id(agent_id, "X-Agent-ID")
-        return AgentHint(agent_id, self.session_id, self._client_key(headers))
+        return AgentHint(
+            agent_id,
+            self.session_id,
+            self._client_key(headers),
+            is_ephemeral=is_ephemeral(headers.get("x-agent-ephemeral")),
+        )
 
     def _client_key(self, headers: Mapping[str, str]) -> str | None:
         """The client's session, with the id of its agent if given; None without a session."""

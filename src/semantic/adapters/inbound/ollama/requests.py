@@ -6,6 +6,7 @@ loaded have no effect: the model keeps its memory, and with it the KV cache of a
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, field_validator
@@ -268,7 +269,7 @@ class GenerateRequest(_ReplyFields):
             messages = (*messages, system)
         asked = Message(Role.USER, (TextPart(self.prompt or ""), *images_of(self.images)))
         if past is not None:
-            hint = AgentHint(hint.agent_id, previous_turn=past.turn_id)
+            hint = replace(hint, session=None, client_key=None, previous_turn=past.turn_id)
         return self.request(model, hint, (*messages, asked))
 
     def client_param(self, param: str | None) -> str | None:

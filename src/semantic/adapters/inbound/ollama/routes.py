@@ -206,7 +206,8 @@ class OllamaApi:
     async def generate(self, body: GenerateRequest, http: Request, hint: Hint) -> Response:
         """Answer one prompt, by default as a stream; without a prompt, load or unload."""
         status = await asyncio.to_thread(self._models.find, body.model)
-        writer = self._writer(body, in_response, has_context=not body.is_raw)
+        has_context = not (body.is_raw or hint.is_ephemeral)
+        writer = self._writer(body, in_response, has_context=has_context)
         if body.is_empty:
             return await self._load_or_unload(status, body, writer)
         past = await self._past_turn(body.context or ())

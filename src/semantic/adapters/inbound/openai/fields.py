@@ -13,8 +13,10 @@ from fastapi import Depends, Header
 from pydantic import Field, Strict
 
 from semantic.adapters.inbound.wire import (
+    EPHEMERAL,
     Limited,
     Schema,
+    is_ephemeral,
     refuse,
     reply_limit,
     sampling_of,
@@ -58,6 +60,7 @@ _NOTHING: tuple[object, ...] = (None, "", 0, [])  # clients send these for "no c
 # Keys of a JSON object are strings, so these are converted.
 _TokenId = Annotated[int, Strict(False)]
 _HeaderText = Annotated[str | None, Header()]
+_Ephemeral = Annotated[str | None, Header(description=EPHEMERAL)]
 
 
 class StreamOptions(Schema):
@@ -192,6 +195,7 @@ def client_hint(
     thread_id: _HeaderText = None,
     session_id: _HeaderText = None,
     x_session_affinity: _HeaderText = None,
+    x_agent_ephemeral: _Ephemeral = None,
 ) -> AgentHint:
     """Read the client's agent and session from the headers.
 
@@ -200,7 +204,9 @@ def client_hint(
     if x_agent_id is not None:
         check_agent_id(x_agent_id, "X-Agent-ID")
     key = thread_id or session_id or x_session_affinity
-    return AgentHint(agent_id=x_agent_id, client_key=key)
+    return AgentHint(
+        agent_id=x_agent_id, client_key=key, is_ephemeral=is_ephemeral(x_agent_ephemeral)
+    )
 
 
 Hint: TypeAlias = Annotated[AgentHint, Depends(client_hint)]

@@ -209,6 +209,8 @@ class ResponsesApi:
 
     async def create(self, body: ResponsesRequest, http: Request, hint: Hint) -> Response:
         """Create a response: whole, as a stream of events, or in the background."""
+        if hint.is_ephemeral:
+            body = body.model_copy(update={"store": False})
         past = await self._context(body)
         with client_params(body.client_param, past):
             request = body.to_domain(hint, past)

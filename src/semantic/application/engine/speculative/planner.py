@@ -223,7 +223,12 @@ class AdaptiveDraftPlanner:
     def forget(self, generation: Generation) -> None:
         """Drop an ended request's state and queue the rest of its tokens for indexing."""
         reply = self._reply_drafts.pop(generation.order, None)
-        if reply is not None:
+        if reply is None:
+            return
+        if generation.job.is_ephemeral:
+            others = [unread for unread in self._unread if unread[0] is not reply.memory]
+            self._unread = deque(others, _MAX_UNREAD)
+        else:
             self._unread.append((reply.memory, reply.conversation, generation.tokens))
 
     def _remember_more(self) -> None:
@@ -242,7 +247,7 @@ class AdaptiveDraftPlanner:
     def _drafts_of(self, row: Generation) -> _ReplyDrafts:
         if row.order not in self._reply_drafts:
             job = row.job
-            memory = self.memory.of(job.root)
+            memory = TenantMemory() if job.is_ephemeral else self.memory.of(job.root)
             for text in (job.prediction, *job.past):
                 if text:
                     self._unread.append((memory, memory.begin("", text), text))
