@@ -35,14 +35,15 @@ _SENTENCE_END = ("<\uff5cend\u2581of\u2581sentence\uff5c>",)
 _GLM_ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 _LLAMA_ENDS = ("<|eot_id|>", "<|eom_id|>")
 _EOS = ("</s>",)
-_COHERE_END = ("<|END_OF_TURN_TOKEN|>",)
+_COHERE_ENDS = ("<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|>")
 # By the name of the family, as the documentation lists them.
 PUBLISHED: Mapping[str, PublishedTemplate] = {
     name: PublishedTemplate(file, ends)
     for name, file, ends in (
         ("Apertus", "Apertus-8B-Instruct", ("<|assistant_end|>",)),
         ("Apriel 1.5", "unsloth-Apriel-1.5", ("<|end|>",)),
-        ("Command R7B", "CohereForAI-c4ai-command-r7b-12-2024-tool_use", _COHERE_END),
+        ("Command R+", "CohereForAI-c4ai-command-r-plus-tool_use", _COHERE_ENDS),
+        ("Command R7B", "CohereForAI-c4ai-command-r7b-12-2024-tool_use", _COHERE_ENDS),
         ("DeepSeek R1 distilled", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", _SENTENCE_END),
         ("DeepSeek V3.1", "deepseek-ai-DeepSeek-V3.1", _SENTENCE_END),
         ("DeepSeek V3.2", "deepseek-ai-DeepSeek-V3.2", _SENTENCE_END),

@@ -70,7 +70,7 @@ CALLS: tuple[tuple[str, JsonObject], ...] = (
 WEATHER_ASKED = Message.of(Role.USER, "What is the weather?")
 # These templates drop the end of the generation prompt from later turns: the prompt before a reply
 # changes, and the reply cannot be replayed.
-CHANGED = ("DeepSeek R1 distilled", "DeepSeek V3.2", "Gemma 4", "Nemotron Nano 2")
+CHANGED = ("Command R+", "DeepSeek R1 distilled", "DeepSeek V3.2", "Gemma 4", "Nemotron Nano 2")
 # The templates of these models write no calls: the models' documentation shows the notation.
 UNWRITTEN = ("Granite 3.3", "LFM2")
 

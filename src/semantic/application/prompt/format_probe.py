@@ -212,8 +212,8 @@ def _read_python(rest: str) -> tuple[CallNotation, int] | None:
 
 def _read_tags(rest: str) -> tuple[CallNotation, int] | None:
     """Read arguments in tags: what precedes both keys is the tag before a key."""
-    pattern = r"(.*?)".join((*(re.escape(w) for w in _pairs()), ""))
-    match = re.match(rf"(.*?){pattern[:-5]}", rest, re.DOTALL)
+    words = ("", _KEYS[0], _VALUES[0], _KEYS[1], _VALUES[1])
+    match = re.match("(.*?)".join(words), rest, re.DOTALL)
     if match is None:
         return None
     before, before_value, between, before_other = match.groups()
@@ -231,10 +231,6 @@ def _read_tags(rest: str) -> tuple[CallNotation, int] | None:
         after_value=after_value,
     )
     return notation, match.end() + len(closing)
-
-
-def _pairs() -> tuple[str, ...]:
-    return (_KEYS[0], _VALUES[0], _KEYS[1], _VALUES[1])
 
 
 def _is_usable(notation: CallNotation) -> bool:

@@ -47,7 +47,7 @@ from semantic.domain.errors import (
     OverloadedError,
     QuotaExceededError,
 )
-from semantic.domain.events import Event, Failed, Finished, Started, TextDelta
+from semantic.domain.events import Event, Failed, Finished, Started, TextDelta, ThinkingDelta
 from semantic.domain.reply_format import HARMONY, Markers, ReplyFormat, ReplyShape
 from semantic.domain.sampling import (
     DEFAULT_REPLY_TOKENS,
@@ -162,6 +162,21 @@ class _ThinkingTokenizer(FakeTokenizer):
     def render_chat(self, *args: Any, **options: Any) -> str:
         text = super().render_chat(*args, **options)
         return text + "<think>\n" if options.get("add_generation_prompt", True) else text
+
+
+async def test_thinking_is_separated_if_the_server_lists_the_tools(agents: AgentLedger) -> None:
+    thinking = ReplyFormat(thinking=Markers("<think>", "</think>"))
+    model = LoadedModel("fake", FakeBackend(), _ThinkingTokenizer(), reply_format=thinking)
+    request = replace(
+        REQUEST,
+        tools=(ToolSpec("send", "", {"type": "object"}),),
+        stop=StopRules(max_tokens=9, ignore_eos=True),
+    )
+    with ready_device(model) as device:
+        service = InferenceService(*device, agents, ReplayStore(), gate=gate_to(device[0]))
+        events = await ask(service, request)
+    assert any(isinstance(event, ThinkingDelta) for event in events)
+    assert not any(isinstance(event, TextDelta) for event in events)
 
 
 @pytest.mark.parametrize(
