@@ -127,6 +127,24 @@ const final = await stream.finalResponse();
 if (final.status !== "completed") throw new Error(JSON.stringify(final));
 """
 
+AI_SDK = """
+import { createOpenAI } from "@ai-sdk/openai";
+import { generateText } from "ai";
+const sent = [];
+const ask = (url, request) => { sent.push(JSON.parse(request.body)); return fetch(url, request); };
+const openai = createOpenAI({baseURL: process.env.OPENAI_BASE_URL, apiKey: "none", fetch: ask});
+const model = openai(process.env.MODEL);
+const content = "What is the capital of France? Answer in one sentence.";
+const messages = [{role: "user", content}];
+const first = await generateText({model, messages, temperature: 0, maxOutputTokens: 40});
+messages.push(...first.response.messages, {role: "user", content: "And of Spain?"});
+const second = await generateText({model, messages, temperature: 0, maxOutputTokens: 40});
+if (!sent[1].input.some(item => item.type === "item_reference")) throw new Error("no reference");
+const reused = second.usage.inputTokenDetails.cacheReadTokens;
+if (reused < first.usage.totalTokens - 1) throw new Error(JSON.stringify(second.usage));
+console.log(first.text);
+"""
+
 CODEX_CONFIG = """
 model = "{model}"
 model_provider = "local"
@@ -181,9 +199,10 @@ def test_openai_agents(desk: Desk) -> None:
     assert "sunny" in said
 
 
-def test_openai_for_node(desk: Desk) -> None:
+@pytest.mark.parametrize("source", [OPENAI_NODE, AI_SDK], ids=["openai", "ai-sdk"])
+def test_packages_for_node(desk: Desk, source: str) -> None:
     script = desk.clients / "client.mjs"  # beside the modules it imports
-    script.write_text(OPENAI_NODE)
+    script.write_text(source)
     assert NEEDED_TEXT in desk.run("node", str(script))
 
 
