@@ -151,8 +151,9 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
 	@touch $@
 
 .PHONY: clients clients-openai clients-ollama
-clients: TESTS := tests/clients/test_claude_code.py tests/clients/test_anthropic_clients.py
-clients: ## run real clients (Claude Code and others; needs npm) against the starter model
+clients: TESTS := tests/clients/test_claude_code.py tests/clients/test_anthropic_clients.py \
+	tests/clients/test_after_restart.py
+clients: ## run real clients (Claude Code and others; needs npm), also across a restart of the server
 clients-openai: TESTS := tests/clients/test_openai_clients.py tests/clients/test_launch.py
 clients-openai: ## run real OpenAI clients (Codex, opencode, pi and others; needs npm) against the starter model
 clients-ollama: TESTS := tests/clients/test_ollama_clients.py

@@ -1,0 +1,160 @@
+"""Coding agents continue a session after a restart of the server, which computes only new tokens.
+
+Each is configured as docs/connect.md says. The fake model has room for their prompts; its replies
+are random and cut short, which some clients report as an error, so their exit status says nothing.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.conftest import run_client
+from tests.smoke.server_process import ServerProcess, serve
+
+pytestmark = pytest.mark.clients
+
+MODEL = "fake"
+CONTEXT, REPLY = 131_072, 200
+NEEDED_SHARE = 0.95
+# How each begins a session and continues the latest one.
+WAYS: dict[str, tuple[str, str]] = {
+    "claude": ("claude -p", "claude -p --continue"),
+    "codex": (
+        "codex exec --skip-git-repo-check -s read-only",
+        "codex exec resume --last --skip-git-repo-check",
+    ),
+    "opencode": ("opencode run", "opencode run --continue"),
+    "pi": (f"pi --provider local --model {MODEL} -p",
+           f"pi --provider local --model {MODEL} --continue -p"),
+    "qwen": ("qwen -p", "qwen --continue -p"),
+    "continue": ("cn -p", "cn --resume -p"),
+}  # fmt: skip
+
+
+def codex(url: str) -> str:
+    return (
+        f'model = "{MODEL}"\nmodel_provider = "local"\nmodel_context_window = {CONTEXT}\n'
+        f'[model_providers.local]\nname = "local"\nbase_url = "{url}/v1"\nwire_api = "responses"\n'
+    )
+
+
+def opencode(url: str) -> Any:
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "local",
+        "options": {"baseURL": f"{url}/v1", "apiKey": "none"},
+        "models": {MODEL: {"limit": {"context": CONTEXT, "output": REPLY}}},
+    }
+    return {"model": f"local/{MODEL}", "provider": {"local": provider}}
+
+
+def pi(url: str) -> Any:
+    provider = {
+        "baseUrl": f"{url}/v1",
+        "api": "openai-completions",
+        "apiKey": "none",
+        "models": [{"id": MODEL, "contextWindow": CONTEXT, "maxTokens": REPLY}],
+    }
+    return {"providers": {"local": provider}}
+
+
+def qwen(url: str) -> Any:
+    model = {
+        "id": MODEL,
+        "envKey": "LOCAL_API_KEY",
+        "baseUrl": f"{url}/v1",
+        "generationConfig": {
+            "contextWindowSize": CONTEXT,
+            "samplingParams": {"max_tokens": REPLY},
+        },
+    }
+    return {
+        "env": {"LOCAL_API_KEY": "none"},
+        "security": {"auth": {"selectedType": "openai"}},
+        "model": {"name": MODEL},
+        "modelProviders": {"openai": [model]},
+    }
+
+
+def continue_(url: str) -> Any:
+    model = {
+        "name": "local",
+        "provider": "openai",
+        "model": MODEL,
+        "apiBase": f"{url}/v1",
+        "apiKey": "none",
+        "capabilities": ["tool_use"],
+        "defaultCompletionOptions": {"contextLength": CONTEXT, "maxTokens": REPLY},
+    }
+    return {"name": "local", "version": "0.0.1", "schema": "v1", "models": [model]}
+
+
+FILES: dict[str, Callable[[str], Any]] = {
+    ".codex/config.toml": codex,
+    ".config/opencode/opencode.json": opencode,
+    ".pi/agent/models.json": pi,
+    ".qwen/settings.json": qwen,
+    ".continue/config.yaml": continue_,  # JSON is YAML
+}
+
+
+class Session:
+    """A client with a home of its own, which knows nothing but the server."""
+
+    def __init__(self, clients: Path, home: Path, url: str) -> None:
+        self._project = home / "project"  # a client may write into its home
+        self._project.mkdir(parents=True)
+        self._environment = {
+            "HOME": str(home),
+            "PATH": os.pathsep.join((str(clients / "node_modules/.bin"), os.environ["PATH"])),
+            "NO_PROXY": "*",
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": "none",
+            "ANTHROPIC_MODEL": MODEL,
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(REPLY),
+        }
+        for name, written in FILES.items():
+            content = written(url)
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            text = content if isinstance(content, str) else json.dumps(content)
+            (home / name).write_text(text)
+
+    def ask(self, command: str, question: str, server: ServerProcess) -> dict[str, int]:
+        """Ask and return where the prompt tokens came from since the server started."""
+        with server.client() as http:
+            before = http.get("/v1/cache").json()["replies"]
+            done = run_client([*command.split(), question], self._project, self._environment)
+            cache = http.get("/v1/cache").json()
+        assert cache["replies"] > before, done.stdout + done.stderr
+        reuse: dict[str, int] = cache["reuse"]
+        return reuse
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_session_continues_after_a_restart(clients: Path, tmp_path: Path, name: str) -> None:
+    first, more = WAYS[name]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    home = tmp_path / "user"
+    session = Session(clients, home, f"http://127.0.0.1:{port}")
+
+    def start(log: str) -> Any:
+        arguments = ("--backend", "fake", "--port", str(port))
+        place = tmp_path / "server"
+        return serve(place, tmp_path / log, *arguments, default_max_tokens=REPLY)
+
+    with start("first.log") as server:
+        session.ask(first, "What is the capital of France?", server)
+        session.ask(more, "And of Spain?", server)
+        assert server.stop() == 0
+    with start("second.log") as server:
+        after = session.ask(more, "And of Italy?", server)
+    reused = after["hot"] + after["pool"] + after["disk"]
+    assert reused >= NEEDED_SHARE * (reused + after["computed"]), after
