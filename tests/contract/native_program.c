@@ -13,6 +13,7 @@ void semantic_pack(const uint8_t *packed, const float *scales, const float *bias
                    int columns, int group, int kind, float unit, uint8_t *out, int threads);
 size_t semantic_packed_size(int rows, int columns, int kind);
 int semantic_linear(const Matrix *matrix, const float *x, int rows, float *out, int threads);
+int semantic_rows(const Matrix *a, const int64_t *rows, int count, float *out);
 int semantic_step(const Model *model, const Row *rows, int num_rows, const float *cos,
                   const float *sin, const int32_t *last, int num_last, float *hidden, float *logits,
                   int threads);
@@ -64,6 +65,12 @@ static void print_linears(int kind) {
             hash = hash_of(out, (size_t)n * rows * sizeof(float), hash);
             free(x), free(out);
         }
+        float *row = malloc(columns * sizeof(float));
+        for (int64_t r = 0; r < rows; r++) {
+            if (semantic_rows(&a, &r, 1, row)) exit(1);
+            hash = hash_of(row, columns * sizeof(float), hash);
+        }
+        free(row);
         printf("linear kind %d, %d x %d: %016llx\n", kind, rows, columns, (unsigned long long)hash);
     }
 }

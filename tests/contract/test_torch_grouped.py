@@ -22,6 +22,7 @@ from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.cpu import Weights
 from semantic.adapters.outbound.backends.torch.grouped import (
     BITS,
+    GroupedEmbedding,
     GroupedLinear,
     GroupedWeight,
     Int4Kernel,
@@ -140,6 +141,27 @@ def test_a_row_has_the_same_result_beside_others(library: Library, bits: int) ->
     together = linear(rows)
     for start, end in ((0, 1), (1, 2), (3, 5), (5, 14), (100, 200)):
         assert torch.equal(linear(rows[start:end]), together[start:end])
+
+
+@pytest.mark.parametrize("kind", [*BITS, "mxfp4"])
+def test_an_embedding_reads_the_rows_of_a_packed_head(library: Library, kind: int | str) -> None:
+    if kind == "mxfp4":
+        packed, exponents = torch.randint(256, (50, 48)), torch.randint(110, 130, (50, 3))
+        weight = GroupedWeight(packed.to(torch.uint8), exponents.to(torch.uint8), None, 96)
+    else:
+        weight = GroupedWeight.quantised(torch.randn(50, 96), int(kind))
+        assert weight.biases is not None
+        weight.scales, weight.biases = weight.scales.half(), weight.biases.half()
+    ids = torch.tensor([[3, 49, 0, 17]])
+    model = nn.ModuleDict(
+        {"embedding": GroupedEmbedding(weight, torch.float32), "head": GroupedLinear(weight, None)}
+    )
+    expected = model["embedding"](ids)
+    cpu.pack_grouped(model, library)
+    assert not hasattr(model["embedding"], "grouped")
+    assert torch.equal(model["embedding"](ids), expected)
+    with pytest.raises(IndexError):
+        model["embedding"](torch.tensor([50]))
 
 
 def test_linears_of_different_bits_are_not_joined() -> None:
