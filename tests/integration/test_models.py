@@ -206,6 +206,8 @@ def test_models_are_listed_wherever_they_lie(tmp_path: Path) -> None:
     make_model(tmp_path / "more" / "mine", torch_dtype="bfloat16")
     make_model(tmp_path / "more" / "yours", model_type="qwen2")
     (tmp_path / "more" / "one.gguf").write_bytes(bytes(10))
+    for part in (1, 2):
+        (tmp_path / "more" / f"big-0000{part}-of-00002.gguf").write_bytes(bytes(7))
     (tmp_path / "more" / "empty").mkdir()
     found = {entry.id: entry for entry in catalogue(tmp_path, room=2 * 2**20).entries()}
     mine = str(tmp_path / "more" / "mine")
@@ -213,6 +215,7 @@ def test_models_are_listed_wherever_they_lie(tmp_path: Path) -> None:
     assert "empty" not in found
     assert (found["yours"].family, found["yours"].fits) == ("qwen2", False)
     assert (found["one"].family, found["one"].fits) == ("gguf", True)
+    assert (found["big"].num_bytes, found["big"].family) == (14, "gguf")
     broken = make_model(tmp_path / "models" / "broken")
     (broken / "tokenizer.json").unlink()
     models = catalogue(tmp_path)
@@ -281,6 +284,7 @@ def test_names_stand_for_models() -> None:
     assert (names.source("small"), names.source("STARTER")) == ("org/small", "smollm2")
     assert [names.is_any(name) for name in ("", "gpt-5", "claude-x", "small")] == [1, 1, 1, 0]
     assert (served_id("~/m/a.gguf"), served_id("org/b")) == ("a", "b")
+    assert served_id("~/m/a-00002-of-00003.gguf") == "a"
     with pytest.raises(InvalidRequestError, match="model_aliases"):
         ModelNames.of(["small="], {})
 
@@ -386,6 +390,9 @@ def test_a_gguf_file_is_imported_once(tmp_path: Path) -> None:
     assert (first / "model.safetensors").stat().st_mtime_ns == before
     Tiny().write(tmp_path / "models/other.gguf")  # named as in the list of models
     assert models.resolve("other.gguf", quiet) == tmp_path / "models/other"
+    Tiny().write(tmp_path / "big.gguf", parts=2)
+    split = tmp_path / "big-00001-of-00002.gguf"
+    assert models.resolve(str(split), quiet) == tmp_path / "models/big"
 
 
 @pytest.mark.parametrize("is_like_an_import", [True, False])

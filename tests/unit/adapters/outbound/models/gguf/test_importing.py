@@ -118,8 +118,9 @@ class Tiny:
             | dict(self.fields)
         )
 
-    def write(self, path: Path) -> Path:
-        writer = gguf.GGUFWriter(path, self.architecture)
+    def write(self, path: Path, parts: int = 1) -> Path:
+        at_most = -(-len(self.weights()) // parts) if parts > 1 else 0
+        writer = gguf.GGUFWriter(path, self.architecture, split_max_tensors=at_most)
         adders = {
             bool: writer.add_bool,
             int: writer.add_uint32,
@@ -724,3 +725,57 @@ def test_the_starter_model_is_found_in_its_distribution(
     model.parent.mkdir()
     model.touch()
     assert starter_gguf() == model
+
+
+def write_parts(folder: Path) -> list[Path]:
+    """A model in three parts, as llama.cpp splits it: the first has the metadata."""
+    path = folder / "tiny.gguf"
+    Tiny().write(path, parts=3)
+    return sorted(folder.glob("tiny-0000?-of-00003.gguf"))
+
+
+@pytest.mark.parametrize("given", [0, 2], ids=["the first", "the last"])
+def test_any_part_of_a_split_file_imports_all(given: int, tmp_path: Path) -> None:
+    parts = write_parts(tmp_path)
+    assert len(parts) == 3
+    model = import_gguf(parts[given], tmp_path / "model")
+    expected = Tiny().weights()
+    found = read_weights(model)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(found[name], weight, err_msg=name)
+    size = sum(part.stat().st_size for part in parts)
+    assert (model / ".imported").read_text().split()[1] == str(size)
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    parts = write_parts(tmp_path)
+    parts[1].unlink()
+    with pytest.raises(ModelNotFoundError, match=r"part tiny-00002-of-00003.gguf .* is missing"):
+        import_gguf(parts[0], tmp_path / "model")
+
+
+def test_a_part_under_another_name_is_refused(tmp_path: Path) -> None:
+    first = write_parts(tmp_path)[0].rename(tmp_path / "mine.gguf")
+    with pytest.raises(InvalidRequestError, match="one of 3 parts"):
+        import_gguf(first, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({}, {"factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32.0}),
+        ({"yarn_attn_factor": 1.5}, {"attention_factor": 1.5}),
+        ({"yarn_beta_fast": 16.0}, {"beta_fast": 16.0, "beta_slow": 1.0}),
+    ],
+    ids=["as given", "with a factor of attention", "with a bound"],
+)
+def test_yarn_becomes_its_rope_scaling(
+    changes: dict[str, object], expected: dict[str, object], tmp_path: Path
+) -> None:
+    given = {"type": "yarn", "factor": 4.0, "original_context_length": 128} | changes
+    fields = {f"llama.rope.scaling.{key}": value for key, value in given.items()}
+    config = read_json(run(Tiny(fields=fields), tmp_path) / "config.json")
+    scaling = config["rope_scaling"]
+    assert isinstance(scaling, dict)
+    assert scaling.items() >= ({"rope_type": "yarn"} | expected).items()
