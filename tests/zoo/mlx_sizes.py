@@ -300,6 +300,7 @@ BY_TYPE: Mapping[str, Mapping[str, Any]] = {
         ]
     },
     "nemotron_h": {"hybrid_override_pattern": ["M", "*", "-", "M"]},
+    "olmo_hybrid": {"layer_types": [*["linear_attention"] * 3, "full_attention"]},
     "openelm": {
         "num_transformer_layers": 2,
         "model_dim": 32,

@@ -1,5 +1,6 @@
 """The ten types of models that people use most, on each backend; `make zoo` compares all types."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.zoo.torch_library import TorchZoo
 
 pytestmark = pytest.mark.contract
 
+PAGE = Path(__file__).parents[2] / "docs" / "models-zoo.md"
 MOST_USED = (
     "llama",
     "qwen3",
@@ -23,8 +25,6 @@ MOST_USED = (
     "glm4_moe_lite",
     "deepseek_v32",
 )
-
-
 # Those of the torch backend that the contract suite does not cover.
 MOST_USED_ON_TORCH = (
     "qwen3_5",
@@ -53,6 +53,17 @@ def test_mlx_computes_what_mlx_lm_computes(model_type: str) -> None:
 
     result = check_type(MlxZoo(), model_type)
     assert result.verdict is Verdict.EXACT, result.note
+
+
+def test_the_page_lists_every_type_of_mlx_lm() -> None:
+    require_mlx()
+    from tests.zoo.mlx_library import MlxZoo
+
+    library, text = MlxZoo(), PAGE.read_text("utf-8")
+    section = text.partition("<!-- mlx -->")[2].partition("<!-- end of mlx -->")[0]
+    assert library.title in section, "the installed mlx-lm is another version: run make zoo"
+    assert set(library.types()) <= {*re.findall(r"`([^`]+)`", section)}
+    assert ", 0 wrong, " in section
 
 
 def test_a_section_is_replaced_and_others_stay(tmp_path: Path) -> None:
