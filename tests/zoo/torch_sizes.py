@@ -35,7 +35,7 @@ _BY_NAME: Mapping[int, tuple[str, ...]] = {
     ),
     2: (
         *("num_key_value_heads", "num_experts_per_tok", "moe_k", "moe_topk", "max_window_layers"),
-        *("linear_num_key_heads", "num_kv_shared_layers"),
+        *("linear_num_key_heads", "num_kv_shared_layers", "num_experts_per_token"),
     ),
     1: ("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers", "mamba_n_groups"),
 }
@@ -49,15 +49,22 @@ SIZES: Mapping[str, Any] = {
 LATENT: Mapping[str, Any] = {"num_key_value_heads": 4, "head_dim": 4}
 
 BY_TYPE: Mapping[str, Mapping[str, Any]] = {
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 12},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+    "bailing_hybrid": {"head_dim": 8},
     "bamba": {"attn_layer_indices": [1, 3]},
     "falcon_h1": {"mamba_d_ssm": 64},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"head_dim": 8},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "recurrent_gemma": {"lru_width": 32},
 }

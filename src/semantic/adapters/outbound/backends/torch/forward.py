@@ -29,6 +29,7 @@ from semantic.adapters.outbound.backends.torch.kv.sequences import (
     TorchSequence,
 )
 from semantic.domain.errors import BackendError
+from semantic.domain.spec import LayerSpec
 from semantic.ports.backend import Chunk, SequenceId
 
 _PROBE_NAME = "semantic_probe"
@@ -343,6 +344,12 @@ def _is_alone_right(probe: _Probe, forward: LibraryForward) -> bool:
         found.append(forward.step([_span(sequence, cut)], [num_tokens - 1]))
         sequence.length = cut
     return probe.agrees(np.concatenate(found), [cut - 1 for cut in _CUTS])
+
+
+def run_one_token(forward: Forward, layers: Sequence[LayerSpec], dtype: torch.dtype) -> None:
+    """Run a token on a CPU; raises what the library raises if the model does not run."""
+    buffers = KVLayout(layers).allocate(1, dtype, torch.device("cpu"))
+    forward.step([_span(TorchSequence([*_PROBE], buffers=buffers), 1)], [0])
 
 
 def _span(sequence: TorchSequence, end: int, offset: int = 0) -> ChunkSpan:

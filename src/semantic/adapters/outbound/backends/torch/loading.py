@@ -30,9 +30,14 @@ from semantic.adapters.outbound.backends.torch.forward import (
     PackedForward,
     UnsupportedModelError,
     choose_forward,
+    run_one_token,
 )
 from semantic.adapters.outbound.backends.torch.grouped import quantise_linears
-from semantic.adapters.outbound.backends.torch.kv.geometry import StateArray, UnknownCacheError
+from semantic.adapters.outbound.backends.torch.kv.geometry import (
+    StateArray,
+    UnknownCacheError,
+    context_limits,
+)
 from semantic.adapters.outbound.backends.torch.native.library import Library
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.backends.torch.plain import read_plain
@@ -50,7 +55,6 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 WeightsOption = Literal["auto"] | Weights
 Device = Literal["auto", "cpu", "cuda"]
 
-_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 # Parts of multimodal models that text does not pass through.
 _OTHER_PARTS = ("vision_tower", "visual", "vision_model", "audio_tower")
 _FAR_SLOWER = 4  # a format slower by this factor is not measured further
@@ -299,13 +303,29 @@ def load_model(directory: Path, spec: ModelCacheSpec, plan: TorchPlan) -> TorchM
         loaded = TorchModel(model, spec, PackedForward(model, plan.device))
     else:
         loaded = _with_forward(model, spec, plan)
-    if plan.is_packable and not is_decodable:
-        cpu.speed_up(model, plan.weights)  # its results depend on the number of rows
     if isinstance(loaded.forward, PackedForward):
+        if plan.device.type == "cpu" and plan.dtype == torch.bfloat16:
+            _improve_bfloat16(loaded, plan)
         bypass_hooks(model)
         if is_decodable and plan.library is not None:
             return replace(loaded, decoder=Decoder(model, loaded.spec, plan.library))
     return loaded
+
+
+def _improve_bfloat16(loaded: TorchModel, plan: TorchPlan) -> None:
+    """Replace modules by more exact and faster ones, whose results depend on the number of rows."""
+    cpu.reduce_rounding(loaded.model)
+    if plan.is_packable:
+        cpu.speed_up(loaded.model, plan.weights)
+    try:
+        run_one_token(loaded.forward, loaded.spec.layers, plan.dtype)
+    except LIBRARY_ERRORS as error:
+        _log.warning("the model fails with faster modules", exc_info=True)
+        raise InvalidRequestError(
+            f"the torch backend cannot run {loaded.spec.model_type} in bfloat16 on a CPU: its code "
+            "needs the original modules. Use --dtype float32.",
+            param="dtype",
+        ) from error
 
 
 def _with_forward(model: Any, spec: ModelCacheSpec, plan: TorchPlan) -> TorchModel:
@@ -324,13 +344,12 @@ def _with_forward(model: Any, spec: ModelCacheSpec, plan: TorchPlan) -> TorchMod
             param="shards",
         )
     spec = spec.completed(chosen.geometry.layers, chosen.vocab_size)
-    limit = _context_limit(model.config.get_text_config())
-    if limit is not None and limit < spec.max_context:
-        _log.warning(
-            "context limited: beyond this length, the rotary embedding of all tokens changes",
-            num_tokens=limit,
-        )
-        spec = replace(spec, max_context=limit)
+    is_packed = isinstance(chosen.forward, PackedForward)
+    config = model.config.get_text_config()
+    for limit, reason in context_limits(config, chosen.geometry, is_packed=is_packed):
+        if limit < spec.max_context:
+            _log.warning("context limited", num_tokens=limit, reason=reason)
+            spec = replace(spec, max_context=limit)
     return TorchModel(model, spec, chosen.forward, chosen.geometry.states)
 
 
@@ -392,8 +411,6 @@ def _prepare_for_cpu(model: Any, plan: TorchPlan) -> bool:
         separate_experts(model)
     if plan.weights != "full" and plan.library is not None:
         quantise_linears(model, bits=4 if plan.weights == "int4" else 8)
-    if plan.dtype == torch.bfloat16:
-        cpu.reduce_rounding(model)
     is_decodable = plan.library is not None and can_decode(model)
     cpu.pack_grouped(model, plan.library, is_merged=not is_decodable)
     return is_decodable
@@ -406,21 +423,6 @@ def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:
         "model.",
         param="model",
     )
-
-
-def _context_limit(config: Any) -> int | None:
-    """Return the length up to which the rotary embedding of a token depends on its position alone.
-
-    Beyond it, some types embed all tokens in another way, also those that are already cached.
-    """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    entries = [parameters, *(entry for entry in parameters.values() if isinstance(entry, dict))]
-    if not any(entry.get("rope_type") in _LENGTH_DEPENDENT_ROPE for entry in entries):
-        return None
-    name = "original_max_position_embeddings"
-    stated = [entry.get(name) for entry in entries] + [getattr(config, name, None)]
-    lengths = [length for length in stated if length] or [config.max_position_embeddings]
-    return int(min(lengths))
 
 
 def bypass_hooks(model: nn.Module) -> None:

@@ -26,6 +26,7 @@ _KV_CLASSES = (
     "LinearAttentionAndSlidingWindowAttentionLayer",
 )
 _CLASSES = (*_KV_CLASSES, "LinearAttentionLayer")
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _STATE_NAMES: tuple[StateName, ...] = ("conv_states", "recurrent_states")
 
 
@@ -130,3 +131,24 @@ def _kv_entries(
         raise UnknownCacheError("its cache keeps positions, which cannot be saved and restored")
     if indexer is not None:
         yield True, LayerSpec(LayerKind.FULL, 1, indexer.shape[2])
+
+
+def context_limits(
+    config: Any, geometry: Geometry, *, is_packed: bool
+) -> Iterator[tuple[int, str]]:
+    """Yield lengths beyond which results depend on how a prompt is divided, with the reasons.
+
+    Args:
+        is_packed: Whether windows are checked, and applied by this backend.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    entries = [parameters, *(entry for entry in parameters.values() if isinstance(entry, dict))]
+    if any(entry.get("rope_type") in _LENGTH_DEPENDENT_ROPE for entry in entries):
+        name = "original_max_position_embeddings"
+        stated = [entry.get(name) for entry in entries] + [getattr(config, name, None)]
+        lengths = [length for length in stated if length] or [config.max_position_embeddings]
+        yield int(min(lengths)), "beyond it, the rotary embedding of all tokens changes"
+    windows = [layer.window for layer in geometry.layers if layer.window]
+    # Models that list no layer types may ignore the window in whole prompts, such as Moshi.
+    if windows and not is_packed and not getattr(config, "layer_types", None):
+        yield min(windows), "beyond it, transformers applies the window to some tokens only"
