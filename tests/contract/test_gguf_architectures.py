@@ -11,12 +11,16 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from semantic.adapters.outbound.backends.mlx import runtime
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.backends.torch.reading import load_grouped
 from semantic.adapters.outbound.models.gguf.architectures import ARCHITECTURES
 from semantic.adapters.outbound.models.gguf.header import open_gguf
 from semantic.adapters.outbound.models.gguf.importing import import_gguf
 from tests.contract.conftest import require_mlx
+from tests.contract.driver import check_batch, prompt
 from tests.contract.gguf_models import FILES, MODELS, build, rewrite, unpack
+from tests.contract.models import spec_of
 
 pytestmark = pytest.mark.contract
 
@@ -93,6 +97,13 @@ def test_quantised_tensors_are_restored_as_those_in_full(name: str, tmp_path: Pa
     )
     assert any(name.endswith(".scales") for name in _names(kept))
     assert_near(imported_logits(kept), imported_logits(full), 0.02)
+
+
+@pytest.mark.parametrize("name", ["falcon-h1", "gemma4", "granitehybrid-dense", "qwen35"])
+def test_the_torch_backend_runs_an_import_that_is_not_quantised(name: str, tmp_path: Path) -> None:
+    directory = import_gguf(unpack(name, tmp_path), tmp_path / "model")
+    backend = TorchBackend(directory, spec_of(directory, block_tokens=8), TorchOptions())
+    check_batch(backend, [[token % 60 for token in prompt(10 + n, seed=n)] for n in range(2)])
 
 
 def _names(directory: Path) -> list[str]:

@@ -73,14 +73,14 @@ def nested(config: Config, architecture: Architecture) -> Config:
     }
 
 
-def quantisation(file: GgufFile, *, has_experts: bool) -> Config:
+def quantisation(file: GgufFile, *, is_for_mlx: bool) -> Config:
     """The config's entry about quantised tensors.
 
-    Experts have mlx-lm's layout. The entry also tells the torch backend to expect it, so they need
-    one even if no tensor is quantised.
+    The entry also tells the torch backend to expect mlx-lm's layout, which experts and a few others
+    have, so they need it even if no tensor is quantised.
     """
     grouped = [group_bits(tensor) for tensor in file.tensors.values() if is_grouped(tensor)]
-    if not grouped and not has_experts:
+    if not grouped and not is_for_mlx:
         return {}
     # Individual linears may have other bits; loaders infer them from the shapes.
     return {"quantization": {"group_size": GROUP, "bits": min(grouped, default=4)}}

@@ -240,6 +240,7 @@ HYBRIDS = (
         _GRANITE_HYBRID_KEYS | {"shared_intermediate_size": "feed_forward_length"},
         _GRANITE_HYBRID_CONSTANTS,
         is_permuted=True,
+        is_for_mlx=True,
     ),
     Architecture(
         "falcon-h1",
@@ -276,6 +277,7 @@ HYBRIDS = (
             "projectors_bias": False,
             "mamba_norm_before_gate": False,
         },
+        is_for_mlx=True,
         model=(
             the.EMBEDDING,
             always(part("model.final_layernorm.weight", "output_norm.weight")),

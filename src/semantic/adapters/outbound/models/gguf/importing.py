@@ -212,7 +212,7 @@ def _build(file: GgufFile, directory: Path, progress: Progress) -> None:
     vocabulary = read_vocabulary(file)
     config = read_config(file, architecture)
     has_experts = any("exps" in source for part in parts for source in part.gguf)
-    stored = config | quantisation(file, has_experts=has_experts)
+    stored = config | quantisation(file, is_for_mlx=has_experts or architecture.is_for_mlx)
     write_tokenizer(vocabulary, directory)
     write_weights(file, parts, config, directory / "model.safetensors", progress)
     special = vocabulary.special_ids()

@@ -47,6 +47,7 @@ class Architecture:
         is_shifted: Whether norms are stored with 1 added.
         is_nested: Whether the config has the text model's values in ``text_config``.
         is_partial: Whether RoPE may cover only a part of each head.
+        is_for_mlx: Whether tensors besides experts have mlx-lm's layout in place of the original.
         model: Tensors outside of layers.
         root: What names start with in place of ``model``.
     """
@@ -62,6 +63,7 @@ class Architecture:
     is_shifted: bool = False
     is_nested: bool = False
     is_partial: bool = False
+    is_for_mlx: bool = False
     model: tuple[Choice, ...] = ()
     root: str = "model"
 
