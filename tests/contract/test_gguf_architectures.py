@@ -32,6 +32,7 @@ NOT_ON_MLX = {
     "hunyuan-moe": "mlx-lm does not know the type",
     "ernie4_5-moe": "mlx-lm leaves out the bias that chooses experts",
 }
+TOO_SMALL_FOR_MLX = ("deepseek2",)  # mlx-lm quantises the keys of its heads, here of 16 numbers
 RESTORED = (  # their tensors are split, joined or reordered
     "deepseek2",
     "falcon-h1",
@@ -96,7 +97,11 @@ def test_quantised_tensors_are_restored_as_those_in_full(name: str, tmp_path: Pa
         for is_kept in (True, False)
     )
     assert any(name.endswith(".scales") for name in _names(kept))
-    assert_near(imported_logits(kept), imported_logits(full), 0.02)
+    found = imported_logits(kept)
+    assert_near(found, imported_logits(full), 0.02)
+    if name not in TOO_SMALL_FOR_MLX:
+        require_mlx()
+        assert_near(mlx_logits(kept), found, 0.01)
 
 
 @pytest.mark.parametrize("name", ["falcon-h1", "gemma4", "granitehybrid-dense", "qwen35"])
