@@ -12,6 +12,7 @@ from transformers import (
     LlamaConfig,
     MiniMaxConfig,
     OPTConfig,
+    RecurrentGemmaConfig,
     ViTConfig,
 )
 
@@ -168,6 +169,12 @@ def test_a_model_with_chunked_attention_runs_each_sequence_alone(tmp_path: Path)
 def test_a_cache_that_cannot_be_restored_is_refused(tmp_path: Path) -> None:
     config = MiniMaxConfig(**SIZES, num_local_experts=2, block_size=8)
     with pytest.raises(InvalidRequestError, match=r"cache interface.*--backend mlx"):
+        _float32(write_model(tmp_path, config))
+
+
+def test_a_model_that_keeps_state_in_its_modules_is_refused(tmp_path: Path) -> None:
+    config = RecurrentGemmaConfig(**SIZES, lru_width=32, attention_window_size=12)
+    with pytest.raises(InvalidRequestError, match="layer 0 keeps its state outside the cache"):
         _float32(write_model(tmp_path, config))
 
 

@@ -340,6 +340,8 @@ def _alone(probe: _Probe) -> LibraryForward:
 def _is_alone_right(probe: _Probe, forward: LibraryForward) -> bool:
     sequence, found = probe.sequence(), []
     for cut in _CUTS:
+        # Another sequence in between would disturb state that the model keeps outside its cache.
+        forward.step([_span(probe.sequence(), 2)], [1])
         num_tokens = cut - sequence.length
         found.append(forward.step([_span(sequence, cut)], [num_tokens - 1]))
         sequence.length = cut

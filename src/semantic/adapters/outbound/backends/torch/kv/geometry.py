@@ -96,9 +96,11 @@ def read_geometry(cache: Any, num_tokens: int, dtype: torch.dtype) -> Geometry:
         if arrays:
             elements = sum(math.prod(array.shape) for array in arrays)
             layers.append(LayerSpec(LayerKind.STATE, state_elements=elements))
-        for is_indexer, entry in _kv_entries(layer, num_tokens, dtype):
-            layers.append(entry)
-            slots.append((index, is_indexer))
+        entries = list(_kv_entries(layer, num_tokens, dtype))
+        if not entries and not arrays and type(layer).__name__ in _KV_CLASSES:
+            raise UnknownCacheError(f"layer {index} keeps its state outside the cache")
+        layers += [entry for _, entry in entries]
+        slots += [(index, is_indexer) for is_indexer, _ in entries]
     if not layers:
         raise UnknownCacheError("it does not use the cache interface of transformers")
     return Geometry(tuple(layers), tuple(slots), tuple(states))
