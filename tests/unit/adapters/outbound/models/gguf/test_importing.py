@@ -779,3 +779,11 @@ def test_yarn_becomes_its_rope_scaling(
     scaling = config["rope_scaling"]
     assert isinstance(scaling, dict)
     assert scaling.items() >= ({"rope_type": "yarn"} | expected).items()
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    fields = {"llama.block_count": LAYERS + 1, "llama.nextn_predict_layers": 1}
+    extra = {f"blk.{LAYERS}.nextn.eh_proj.weight": np.ones((4, 4), np.float32)}
+    model = run(Tiny(fields=fields, extra=extra), tmp_path)
+    assert read_json(model / "config.json")["num_hidden_layers"] == LAYERS
+    assert read_weights(model).keys() == Tiny().weights().keys()
