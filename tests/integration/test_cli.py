@@ -326,7 +326,8 @@ def test_a_launched_client_gets_files_and_arguments_and_its_exit_status_is_retur
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     printed = run("launch", "pi", "--key", "secret", "--", "-p", "hi", status=7)
     said, config = printed.splitlines()
-    assert said == "--provider semantic --model fake -p hi"
+    assert said.startswith("--provider semantic --model fake --session-dir ")
+    assert said.endswith("/.pi/agent/sessions -p hi")  # its own, where --continue finds sessions
     (model,) = json.loads(config)["providers"]["semantic"]["models"]
     assert (model["contextWindow"], model["maxTokens"]) == (131_072, 32_768)
     assert json.loads(config)["providers"]["semantic"]["apiKey"] == "secret"

@@ -121,8 +121,10 @@ def _pi(target: Target) -> Launch:
         "apiKey": target.key,
         "models": [model],
     }
+    # Its sessions would go to the temporary directory, and --continue would not find them.
+    sessions = Path.home() / ".pi" / "agent" / "sessions"
     return Launch(
-        ("pi", "--provider", "semantic", "--model", target.model),
+        ("pi", "--provider", "semantic", "--model", target.model, "--session-dir", str(sessions)),
         {"PI_CODING_AGENT_DIR": "{dir}"},
         {"models.json": {"providers": {"semantic": provider}}},
     )
