@@ -173,7 +173,7 @@ def test_a_cache_that_cannot_be_restored_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_that_keeps_state_in_its_modules_is_refused(tmp_path: Path) -> None:
-    config = RecurrentGemmaConfig(**SIZES, lru_width=32, attention_window_size=12)
+    config = RecurrentGemmaConfig(**{**SIZES, "num_hidden_layers": 3}, lru_width=32)
     with pytest.raises(InvalidRequestError, match="layer 0 keeps its state outside the cache"):
         _float32(write_model(tmp_path, config))
 

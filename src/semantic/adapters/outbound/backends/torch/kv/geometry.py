@@ -85,6 +85,7 @@ def read_geometry(cache: Any, num_tokens: int, dtype: torch.dtype) -> Geometry:
     layers: list[LayerSpec] = []
     slots: list[tuple[int, bool]] = []
     states: list[StateArray] = []
+    unused: list[int] = []
     for index, layer in enumerate(getattr(cache, "layers", ())):
         if type(layer).__name__ not in _CLASSES:
             raise UnknownCacheError(
@@ -98,7 +99,9 @@ def read_geometry(cache: Any, num_tokens: int, dtype: torch.dtype) -> Geometry:
             layers.append(LayerSpec(LayerKind.STATE, state_elements=elements))
         entries = list(_kv_entries(layer, num_tokens, dtype))
         if not entries and not arrays and type(layer).__name__ in _KV_CLASSES:
-            raise UnknownCacheError(f"layer {index} keeps its state outside the cache")
+            unused.append(index)
+        elif entries and unused:  # those after the last used one do not exist in the model
+            raise UnknownCacheError(f"layer {unused[0]} keeps its state outside the cache")
         layers += [entry for _, entry in entries]
         slots += [(index, is_indexer) for is_indexer, _ in entries]
     if not layers:
