@@ -75,7 +75,7 @@ def swap(http: httpx.Client, model: str) -> httpx.Response:
         ),
         ("huge", 400, "huge does not fit"),
         ("/nowhere/at/all", 404, "there is no model"),
-        ("org/unknown", 404, "downloading it from Hugging Face failed"),
+        ("org/unknown", 404, "downloading org/unknown from Hugging Face failed"),
     ],
     ids=lambda value: str(value).replace("/", "-")[:12],
 )

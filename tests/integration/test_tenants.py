@@ -55,13 +55,15 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 # -- keys -----------------------------------------------------------------------------------------
 
 PATHS = [
-    ("GET", "/"),
     ("GET", "/docs"),
     ("GET", "/openapi.json"),
     ("GET", "/v1/models"),
     ("GET", "/v1/agents"),
     ("GET", "/v1/events"),
     ("GET", "/v1/responses/x"),
+    ("GET", "/api/tags"),
+    ("POST", "/api/chat"),
+    ("POST", "/mcp"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/messages"),
@@ -97,6 +99,10 @@ def test_without_a_key_nothing_is_answered(house: House, method: str, path: str)
     assert len(bodies) == 1
     answer = house.nobody.request(method, f"{path}?api_key={house.secrets['a']}")
     assert answer.status_code == 401
+
+
+def test_clients_that_look_for_a_server_learn_only_that_there_is_one(house: House) -> None:
+    assert house.nobody.get("/").text == "Ollama is running"
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/health/startup"])
