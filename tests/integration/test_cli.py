@@ -251,7 +251,7 @@ def test_every_command_that_prints_data_prints_json(run: Run, tmp_path: Path) ->
     assert found["agents export"]["file"] == "jo.tar"
     assert found["agents rm"] == {"deleted": ["jo2", "jo3"]}
     assert found["models pull"]["bytes"] == 2
-    assert found["models show"]["weights"] == "bfloat16"
+    assert found["models show"]["weights"] == "BF16"
     assert found["models rm"]["freed_bytes"] > 100
     assert not model.with_name("whole").exists()
     assert sum(one["is_best"] for one in found["models recommend"]) <= 1

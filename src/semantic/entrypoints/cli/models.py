@@ -175,13 +175,35 @@ def pull(
 def show(settings: Settings, model: _ModelOfMachine) -> Answer:
     """Show what is known of a model on this machine; needs no server."""
     catalogue = _catalogue(settings)
-    facts = catalogue.describe(_find(catalogue, model))
+    entry = _find(catalogue, model)
+    told = catalogue.facts(entry)
+    facts = {
+        "name": entry.id,
+        "source": entry.source,
+        "family": told.architecture or entry.family,
+        "parameters": told.num_parameters,
+        "format": told.file_format,
+        "weights": told.precision,
+        "size_bytes": entry.num_bytes,
+        "fits": entry.fits,
+        "context": told.max_context,
+        "layers": told.num_layers,
+        "tools": "tools" in told.template if told.template else None,
+    }
     made = table("", "~")
     for name, value in facts.items():
-        is_size = name == "size_bytes"
-        text = size(float(str(value))) if is_size else f"{value:,}" if name == "context" else value
-        made.add_row("size" if is_size else name, str(text))
+        made.add_row(name.removesuffix("_bytes"), _shown(name, value))
     return Answer(facts, made)
+
+
+def _shown(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not value:
+        return "unknown"  # of a GGUF file before its import
+    if isinstance(value, int):
+        return size(value) if name == "size_bytes" else f"{value:,}"
+    return str(value)
 
 
 @models_app.command()

@@ -13,7 +13,6 @@ from semantic.adapters.outbound.models.description import directory_facts, file_
 from semantic.adapters.outbound.models.gguf.header import gguf_parts
 from semantic.adapters.outbound.models.machine import suggestions
 from semantic.adapters.outbound.models.source import LocalModelSource, starter_gguf_here
-from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.adapters.outbound.models.usage import ModelUsage
 from semantic.domain.errors import ConflictError, InvalidRequestError, ModelNotFoundError
 from semantic.domain.model_names import Suggestion, served_id
@@ -84,30 +83,6 @@ class ModelCatalogue:
         ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text("utf-8")))
         self._seen_at = -_FRESH_S
         return replace(found, id=entry.id)
-
-    def describe(self, entry: ModelEntry) -> dict[str, object]:
-        """Return what a model's files tell: family, size, context, weights, tools."""
-        path = next(path for source, path in self._places() if source == entry.source)
-        facts: dict[str, object] = {
-            "name": entry.id,
-            "path": str(path),
-            "family": entry.family,
-            "size_bytes": entry.num_bytes,
-            "fits": entry.fits,
-        }
-        if not path.is_dir():
-            return {**facts, "note": "it is converted when it is first served"}
-        config = json.loads((path / "config.json").read_text("utf-8"))
-        text = config.get("text_config") or config
-        groups = config.get("quantization") or {}
-        bits = f"{groups['bits']} bits in groups of {groups['group_size']}" if groups else ""
-        template = HFTokenizer(path).chat_template or ""
-        return {
-            **facts,
-            "context": text.get("max_position_embeddings"),
-            "weights": bits or text.get("dtype") or text.get("torch_dtype") or "unknown",
-            "tools": "tools" in template,
-        }
 
     def suggestions(self) -> Sequence[Suggestion]:
         return suggestions(is_on_gpu=self._is_on_gpu)
