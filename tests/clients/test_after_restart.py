@@ -21,6 +21,10 @@ pytestmark = pytest.mark.clients
 MODEL = "fake"
 CONTEXT, REPLY = 131_072, 200
 NEEDED_SHARE = 0.95
+AIDER = (
+    f"aider --model openai/{MODEL} --no-git --yes-always --no-show-model-warnings "
+    "--no-check-update --restore-chat-history --max-chat-history-tokens 100000 --message"
+)
 # How each begins a session and continues the latest one.
 WAYS: dict[str, tuple[str, str]] = {
     "claude": ("claude -p", "claude -p --continue"),
@@ -33,7 +37,11 @@ WAYS: dict[str, tuple[str, str]] = {
            f"pi --provider local --model {MODEL} --continue -p"),
     "qwen": ("qwen -p", "qwen --continue -p"),
     "continue": ("cn -p", "cn --resume -p"),
+    "aider": (AIDER, AIDER),
 }  # fmt: skip
+QUESTION = "What is the capital of France?"
+# aider repeats instructions of 900 characters after the conversation, whose length must not matter.
+LONG_QUESTION = f"{QUESTION} {'Answer in one word, without an explanation. ' * 600}"
 
 
 def codex(url: str) -> str:
@@ -107,11 +115,14 @@ class Session:
     """A client with a home of its own, which knows nothing but the server."""
 
     def __init__(self, clients: Path, home: Path, url: str) -> None:
+        programs = (clients / "node_modules" / ".bin", clients / "aider" / "bin")
         self._project = home / "project"  # a client may write into its home
         self._project.mkdir(parents=True)
         self._environment = {
             "HOME": str(home),
-            "PATH": os.pathsep.join((str(clients / "node_modules/.bin"), os.environ["PATH"])),
+            "PATH": os.pathsep.join((*map(str, programs), os.environ["PATH"])),
+            "OPENAI_API_BASE": f"{url}/v1",
+            "OPENAI_API_KEY": "none",
             "NO_PROXY": "*",
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": "none",
@@ -127,13 +138,18 @@ class Session:
 
     def ask(self, command: str, question: str, server: ServerProcess) -> dict[str, int]:
         """Ask and return where the prompt tokens came from since the server started."""
+        before = replies(server)
+        done = run_client([*command.split(), question], self._project, self._environment)
+        assert replies(server) > before, done.stdout + done.stderr
         with server.client() as http:
-            before = http.get("/v1/cache").json()["replies"]
-            done = run_client([*command.split(), question], self._project, self._environment)
-            cache = http.get("/v1/cache").json()
-        assert cache["replies"] > before, done.stdout + done.stderr
-        reuse: dict[str, int] = cache["reuse"]
+            reuse: dict[str, int] = http.get("/v1/cache").json()["reuse"]
         return reuse
+
+
+def replies(server: ServerProcess) -> int:
+    """How many replies the server has written."""
+    with server.client() as http:
+        return int(http.get("/v1/cache").json()["replies"])
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -151,7 +167,7 @@ def test_a_session_continues_after_a_restart(clients: Path, tmp_path: Path, name
         return serve(place, tmp_path / log, *arguments, default_max_tokens=REPLY)
 
     with start("first.log") as server:
-        session.ask(first, "What is the capital of France?", server)
+        session.ask(first, LONG_QUESTION if name == "aider" else QUESTION, server)
         session.ask(more, "And of Spain?", server)
         assert server.stop() == 0
     with start("second.log") as server:

@@ -68,7 +68,7 @@ def test_a_model_that_cannot_be_loaded_is_a_one_line_error_and_releases_the_dire
     with serve(tmp_path, tmp_path / "log", "--model", "nowhere/at-all", is_ready=False) as server:
         assert server.process.wait(60) == 2
     last = server.output.splitlines()[-1]
-    assert last.startswith("semantic: the model could not be loaded: there is no model 'nowhere")
+    assert last.startswith("semantic: the model could not be loaded: downloading nowhere/at-all")
     assert "Traceback" not in server.output
     assert (tmp_path / "cache" / "ledger.backup.db").is_file()
     assert (tmp_path / "cache" / "lock").read_text() == ""
