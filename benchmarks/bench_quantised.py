@@ -1,8 +1,9 @@
 """A quantised file compared with its full weights: size and exactness.
 
 For the starter model, a Q4_1 file, on this CPU: bytes on disk and of the loaded tensors, and
-the Kullback-Leibler divergence of next-token distributions over English text. Then the same for
-GPT-OSS with random weights, compared with the library's model with the numbers in the file.
+the Kullback-Leibler divergence of next-token distributions over English text; also the divergence
+if full weights are quantised, as `--weights int8` and `int4` do. Then the same for GPT-OSS with
+random weights, compared with the library's model with the numbers in the file.
 """
 
 import functools
@@ -21,6 +22,8 @@ from benchmarks.report import Report, run
 from benchmarks.starter import prompt_tokens, starter_directory
 from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.backends.torch import cpu
+from semantic.adapters.outbound.backends.torch.grouped import quantise_linears
+from semantic.adapters.outbound.backends.torch.native.library import Library
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.backends.torch.reading import load_grouped
 from semantic.adapters.outbound.models.gguf.importing import import_gguf, starter_gguf
@@ -45,6 +48,13 @@ def native() -> NativeBuild:
     return NativeBuild(load_settings().home_dir / "native")
 
 
+def library() -> Library:
+    """Return the native library, which `measure` checks for."""
+    found = native().library()
+    assert found is not None
+    return found
+
+
 def tensor_bytes() -> int:
     """Return the bytes of all existing tensors."""
     gc.collect()
@@ -65,7 +75,7 @@ def load(report: Report, name: str, directory: Path, *, is_kept: bool) -> Any:
     """Load a model as the server does; reports its size."""
     before = tensor_bytes()
     model = load_grouped(directory, torch.float32, is_kept=is_kept).eval()
-    cpu.pack_grouped(model, native().library())
+    cpu.pack_grouped(model, library())
     form = "as in the file" if is_kept else "in full"
     report.add(f"{name}, tensors {form}", (tensor_bytes() - before) / 1e6, "MB")
     return model
@@ -97,6 +107,13 @@ def starter(report: Report) -> None:
         for way in (True, False)
     )
     compare(report, "starter", kept, full)
+    for bits in (8, 4):
+        model = load_grouped(directory, torch.float32, is_kept=False).eval()
+        quantise_linears(model, bits)
+        cpu.pack_grouped(model, library())
+        found = probabilities(model, tokens)
+        kl = functional.kl_div(found, full, reduction="none", log_target=True).sum(dim=-1)
+        report.add(f"--weights int{bits}, KL in the mean", float(kl.mean()), "nats a token")
 
 
 def gpt_oss(report: Report) -> None:

@@ -1,8 +1,7 @@
 """The torch backend compared with `transformers`: same weights, same dtype, interleaved.
 
 Prefill is one forward pass over a prompt, compared with `generate` up to its first token; decoding
-is one, four and eight sequences, compared with `generate` with one. Also the cost of quantised
-weights: the Kullback-Leibler divergence of next-token distributions from unquantised ones.
+is one, four and eight sequences, compared with `generate` with one.
 """
 
 import contextlib
@@ -10,10 +9,9 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
-from torch.nn import functional
 
 from benchmarks.common import GREEDY
 from benchmarks.report import Report, Rounds, interleaved, run, seconds
@@ -25,7 +23,6 @@ from benchmarks.starter import (
     starter_directory,
 )
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
-from semantic.adapters.outbound.backends.torch.cpu import Weights, speed_up
 from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, SequenceId, Step
 
 NUM_PROMPT, NUM_NEW, PREFILL = 128, 24, 2048
@@ -100,55 +97,18 @@ def speeds(directory: Path, num_prefill: int, rounds: int) -> tuple[Rounds, Roun
         "generate": lambda: num_prefill / generate(library, long, 1)
     }
     with contextlib.ExitStack() as stack:
-        for weights in get_args(Weights):
-            made = stack.enter_context(backend(directory, weights))
-            for count in (1, 4, 8):
-                decoding[f"{weights} {count}"] = partial(decode_speed, made, short, count)
-            if weights == "full":
-                for size in (num_prefill, 512, 128):
-                    prefill[f"chunks of {size}"] = partial(prefill_speed, made, long, size)
+        made = stack.enter_context(backend(directory))
+        for count in (1, 4, 8):
+            decoding[str(count)] = partial(decode_speed, made, short, count)
+        for size in (num_prefill, 512, 128):
+            prefill[f"chunks of {size}"] = partial(prefill_speed, made, long, size)
         return interleaved(prefill, rounds), interleaved(decoding, rounds)
 
 
-# -- quantised weights ---------------------------------------------------------------------------
-
-
-def probabilities(model: Any, tokens: list[int], chunk: int) -> torch.Tensor:
-    """Return log-probabilities after every token; small chunks use the decode path."""
-    cache, rows = None, []
-    with torch.inference_mode():
-        for start in range(0, len(tokens), chunk):
-            ids = torch.tensor([tokens[start : start + chunk]])
-            output = model(ids, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            rows.append(functional.log_softmax(output.logits[0].float(), dim=-1))
-    return torch.cat(rows)
-
-
-def divergence(found: torch.Tensor, full: torch.Tensor) -> list[float]:
-    """Return the divergence of each row from that of full weights, in nats."""
-    kls: list[float] = (
-        functional.kl_div(found, full, reduction="none", log_target=True).sum(dim=-1).tolist()
-    )
-    return kls
-
-
-def measure_quantised(report: Report, directory: Path, num_tokens: int) -> None:
-    """Measure the exactness of quantised weights."""
-    tokens = prompt_tokens(directory, num_tokens)
-    full = probabilities(library_model(directory), tokens, 4)
-    for weights in ("int8", "int4"):
-        model = library_model(directory)
-        speed_up(model, weights)
-        kls = divergence(probabilities(model, tokens, 4), full)
-        report.add(f"KL of {weights}", sum(kls) / len(kls), "nats a token")
-        del model
-
-
 def measure(report: Report) -> None:
-    """Measure speeds, then quantised weights."""
+    """Measure speeds."""
     directory = starter_directory()
-    num_prefill, rounds, num_tokens = report.choose((256, 1, 64), (PREFILL, 3, 256))
+    num_prefill, rounds = report.choose((256, 1), (PREFILL, 3))
     report.settings.update(
         dtype=str(served_dtype()), threads=torch.get_num_threads(), prefill=num_prefill
     )
@@ -158,12 +118,8 @@ def measure(report: Report) -> None:
     ratios = prefill.ratios(f"chunks of {num_prefill}", "generate")
     report.add("prefill / generate", ratios, least=0.95)
     for count, least in ((1, 1.4), (4, 4.0), (8, 6.0)):
-        ratios = decoding.ratios(f"full {count}", "generate")
+        ratios = decoding.ratios(str(count), "generate")
         report.add(f"decode {count} / generate with one", ratios, least=least)
-    best = max(("int8 1", "int4 1"), key=decoding.median)
-    ratios = decoding.ratios(best, "generate")
-    report.add("decode 1, int8 or int4 / generate", ratios, least=2.0)
-    measure_quantised(report, directory, num_tokens)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import (
     TorchOptions,
-    WeightsOption,
     choose_dtype,
 )
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
@@ -68,11 +67,11 @@ def library_model(directory: Path) -> Any:
 
 
 @contextlib.contextmanager
-def backend(directory: Path, weights: WeightsOption = "auto") -> Iterator[TorchBackend]:
+def backend(directory: Path) -> Iterator[TorchBackend]:
     """Load the backend as the server does."""
     spec = ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
     native = NativeBuild(load_settings().home_dir / "native")
-    made = TorchBackend(directory, spec, TorchOptions(weights=weights, native=native))
+    made = TorchBackend(directory, spec, TorchOptions(native=native))
     yield made
     made.shutdown()
 

@@ -1,7 +1,7 @@
 """Modules for CPUs compared with the library's: the same results, and less rounding."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from semantic.adapters.outbound.backends.torch.cpu import (
     PackedLinear,
     RefinedHead,
     RMSNorm,
-    Weights,
     reduce_rounding,
     replace_norms,
     speed_up,
@@ -58,34 +57,16 @@ def test_llama_is_fused_throughout(tiny_model: GetModel) -> None:
     assert kinds.count("_MergedPart") == 3 * num_layers
 
 
-@pytest.mark.parametrize("weights", get_args(Weights))
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 33])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_packed_linear_multiplies(weights: Weights, num_rows: int, has_bias: bool) -> None:
+def test_a_packed_linear_multiplies(num_rows: int, has_bias: bool) -> None:
     torch.manual_seed(num_rows)
     linear = nn.Linear(64, 48, bias=has_bias, dtype=torch.bfloat16)
-    bias = linear.bias if has_bias else None
-    packed, full = (PackedLinear(linear.weight, bias, bits) for bits in (weights, "full"))
+    packed = PackedLinear(linear.weight, linear.bias if has_bias else None)
     x = torch.randn(1, num_rows, 64, dtype=torch.bfloat16)
     with torch.inference_mode():
-        expected, got, unquantised = linear(x).float(), packed(x).float(), full(x).float()
-    error = (got - expected).norm() / expected.norm()
-    is_quantised = weights != "full" and num_rows <= 4
-    limit = {"full": 0.01, "int8": 0.02, "int4": 0.15}[weights if is_quantised else "full"]
-    assert error < limit
-    assert torch.equal(got, unquantised) != is_quantised
-
-
-@pytest.mark.parametrize("num_outputs,num_inputs,limit", [(20, 64, 0.02), (48, 40, 0.01)])
-def test_shapes_the_kernels_cannot_take_use_more_bits(
-    num_outputs: int, num_inputs: int, limit: float
-) -> None:
-    """Rows that are no multiple of 16 go to 8 bits, columns that are none of 32 to 16."""
-    weight = torch.randn(num_outputs, num_inputs, dtype=torch.bfloat16)
-    x = torch.randn(2, num_inputs, dtype=torch.bfloat16)
-    expected = functional.linear(x, weight).float()
-    got = PackedLinear(weight, None, "int4")(x).float()
-    assert (got - expected).norm() / expected.norm() < limit
+        expected, got = linear(x).float(), packed(x).float()
+    assert (got - expected).norm() / expected.norm() < 0.01
 
 
 def test_a_merged_linear_keeps_nothing_of_the_last_step(

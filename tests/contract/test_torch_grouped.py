@@ -19,15 +19,13 @@ from transformers import (
 from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.adapters.outbound.backends.torch import cpu
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
-from semantic.adapters.outbound.backends.torch.cpu import Weights
 from semantic.adapters.outbound.backends.torch.grouped import (
     BITS,
     GroupedEmbedding,
     GroupedLinear,
     GroupedWeight,
-    Int4Kernel,
 )
-from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.adapters.outbound.backends.torch.loading import TorchOptions, Weights
 from semantic.adapters.outbound.backends.torch.native.library import Library
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.backends.torch.reading import load_grouped, take_weights
@@ -115,22 +113,6 @@ def test_mlxs_quantisation_is_read(bits: int, group: int) -> None:
     [weight] = take_weights(tensors, "up", 192)
     assert (weight.bits, weight.group) == (bits, group)
     np.testing.assert_allclose(weight.expanded(), np.array(expected), atol=1e-6)
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("num_rows", [1, 3, 70])
-def test_the_bfloat16_kernel_multiplies(num_rows: int, bits: int) -> None:
-    """Weights whose bias is not the middle of their integers, and an activation far off."""
-    random = torch.randn(48, 128) + 0.5
-    weight = GroupedWeight.quantised(random, bits)
-    assert weight.biases is not None
-    weight.scales, weight.biases = weight.scales.bfloat16(), weight.biases.bfloat16()
-    x = torch.randn(num_rows, 128).bfloat16()
-    x[:, 7] *= 50
-    expected = x.float() @ weight.expanded().t()
-    found = Int4Kernel(weight).multiply(x).float()
-    assert found.shape == expected.shape
-    assert ((found - expected).norm() / expected.norm()).item() < 0.01
 
 
 @pytest.mark.parametrize("bits", BITS)

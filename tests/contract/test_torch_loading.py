@@ -1,6 +1,7 @@
 """How the torch backend chooses device, number format and threads, and what it refuses."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import (
+    DType,
     TorchOptions,
     WeightsOption,
     bypass_hooks,
@@ -21,9 +23,9 @@ from semantic.adapters.outbound.backends.torch.loading import (
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute, ComputeHint
-from tests.contract.driver import begin, prompt
+from tests.contract.driver import prompt
 from tests.contract.models import FAMILIES, GetModel
-from tests.number_formats import HAS_BFLOAT16, needs_bfloat16
+from tests.number_formats import HAS_BFLOAT16
 
 pytestmark = pytest.mark.contract
 
@@ -93,12 +95,14 @@ def test_a_missing_cuda_device_is_named() -> None:
             choose_device("cuda")
 
 
-def test_quantised_weights_need_a_format_with_kernels(
-    tiny_model: GetModel,
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_quantised_weights_need_float32_and_the_native_library(
+    tiny_model: GetModel, native: NativeBuild, dtype: DType
 ) -> None:
     model = tiny_model("llama")
-    with pytest.raises(InvalidRequestError, match="bfloat16"):
-        TorchBackend(model.directory, model.spec, TorchOptions(dtype="float16", weights="int8"))
+    for options in (TorchOptions(dtype, native=native), TorchOptions("float32")):
+        with pytest.raises(InvalidRequestError, match="omit --dtype"):
+            TorchBackend(model.directory, model.spec, replace(options, weights="int8"))
 
 
 @pytest.mark.parametrize("weights", ["int4", "int8"])
@@ -111,18 +115,6 @@ def test_quantised_weights_run_in_the_native_library_unless_a_dtype_is_given(
     plan = make_plan(directory, TorchOptions(device="cpu", weights=weights, native=native))
     assert (plan.dtype, plan.library) == (torch.float32, native.library())
     assert plan.reason == "the native kernels for quantised weights use it"
-
-
-@needs_bfloat16
-def test_quantised_weights_run_and_have_state_of_their_own(
-    tiny_model: GetModel,
-) -> None:
-    model = tiny_model("llama")
-    for weights in ("int8", "int4"):
-        options = TorchOptions(dtype="bfloat16", weights=weights)
-        backend = TorchBackend(model.directory, model.spec, options)
-        assert backend.traits.kv_abi == f"torch.v1.bfloat16.{weights}"
-        assert len(begin(backend, 0, prompt(12)).finish(4)) == 4
 
 
 # -- calls -----------------------------------------------------------------------------------

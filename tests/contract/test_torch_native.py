@@ -24,14 +24,18 @@ from transformers import (
 )
 
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
-from semantic.adapters.outbound.backends.torch.cpu import Weights
 from semantic.adapters.outbound.backends.torch.grouped import (
     BITS,
     GroupedLinear,
     GroupedWeight,
 )
 from semantic.adapters.outbound.backends.torch.kv.sequences import ChunkSpan, TorchSequence
-from semantic.adapters.outbound.backends.torch.loading import TorchOptions, load_model, make_plan
+from semantic.adapters.outbound.backends.torch.loading import (
+    TorchOptions,
+    Weights,
+    load_model,
+    make_plan,
+)
 from semantic.adapters.outbound.backends.torch.native.library import (
     Library,
     LibraryMismatchError,

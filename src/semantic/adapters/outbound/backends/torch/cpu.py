@@ -2,8 +2,7 @@
 
 Decoding reads every weight once per step, so it is bound by memory bandwidth. It becomes faster if
 the weights have the layout that the kernels read (prepacked), if small operations are merged into
-large ones, and, optionally, if weights are stored in fewer bits for small batches. Results agree
-with the original's to bfloat16's rounding.
+large ones. Results agree with the original's to bfloat16's rounding.
 
 bfloat16 has eight bits of precision. The residual stream, the sum that all layers add to, loses
 what later layers add, and a logit of 25 is a multiple of 1/8, so near ties go to the token with the
@@ -18,7 +17,7 @@ import ctypes
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,15 +29,10 @@ from semantic.adapters.outbound.backends.torch.grouped import (
     GroupedEmbedding,
     GroupedLinear,
     GroupedWeight,
-    quantised_kernel,
 )
 from semantic.adapters.outbound.backends.torch.native.library import Library
 
-Weights = Literal["full", "int8", "int4"]
-
 _ROWS_HINT = 256  # the packed layout is optimised for this many rows; it works for any number
-_MAX_QUANTISED_ROWS = 4  # with more rows, packed weights are faster than a quantised copy
-_BITS = {"int8": 8, "int4": 4}
 _ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj")
 _MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 _LAYER_NORMS = {"input_layernorm", "post_attention_layernorm"}
@@ -54,34 +48,28 @@ def has_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def speed_up(model: nn.Module, weights: Weights = "full") -> None:
+def speed_up(model: nn.Module) -> None:
     """Replace linears of a bfloat16 model on a CPU; mutates the model and frees the originals."""
-    _merge(model, nn.Linear, weights)
-    _pack_linears(model, weights)
+    _merge(model, nn.Linear)
+    _pack_linears(model)
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.use_huge_pages()
 
 
-def pack_grouped(
-    model: nn.Module, library: Library | None = None, *, is_merged: bool = True
-) -> None:
-    """Pack a model's grouped linears for a kernel; mutates the model.
+def pack_grouped(model: nn.Module, library: Library, *, is_merged: bool = True) -> None:
+    """Pack a model's grouped linears for the native library; mutates the model.
 
     `is_merged` first joins linears that share an input.
     """
     if is_merged:
-        _merge(model, GroupedLinear, "full")
+        _merge(model, GroupedLinear)
     linears = [module for module in model.modules() if isinstance(module, GroupedLinear)]
-    if library is None:
-        for linear in linears:
-            linear.pack()
-    else:
-        heads = {id(linear.grouped): linear for linear in linears}
-        _pack_together(linears, library)
-        for module in model.modules():
-            if isinstance(module, GroupedEmbedding) and id(module.grouped) in heads:
-                module.share(heads[id(module.grouped)])
+    heads = {id(linear.grouped): linear for linear in linears}
+    _pack_together(linears, library)
+    for module in model.modules():
+        if isinstance(module, GroupedEmbedding) and id(module.grouped) in heads:
+            module.share(heads[id(module.grouped)])
 
 
 def _pack_together(linears: Sequence[GroupedLinear], library: Library) -> None:
@@ -99,25 +87,18 @@ def _pack_together(linears: Sequence[GroupedLinear], library: Library) -> None:
 
 
 class PackedLinear(nn.Module):
-    """A linear with weights in oneDNN's layout, and optionally a quantised copy for few rows."""
+    """A linear with weights in oneDNN's layout."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, weights: Weights) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
         self.bias = None if bias is None else bias.detach()
-        self.quantised = (
-            quantised_kernel(weight.detach(), _BITS[weights]) if weights in _BITS else None
-        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.quantised is None or x.numel() > _MAX_QUANTISED_ROWS * x.shape[-1]:
-            packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-                x, self.packed, self.bias, "none", [], ""
-            )
-            return packed
-        rows = self.quantised.multiply(x.reshape(-1, x.shape[-1]).contiguous())
-        result = rows.view(*x.shape[:-1], -1)
-        return result if self.bias is None else result + self.bias
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self.packed, self.bias, "none", [], ""
+        )
+        return product
 
     def use_huge_pages(self) -> None:
         """Move the packed weights into huge pages.
@@ -135,11 +116,11 @@ class GatedMLP(nn.Module):
     and decode steps slower, because each multiplication wakes the other threads.
     """
 
-    def __init__(self, gate: AnyLinear, up: AnyLinear, down: AnyLinear, weights: Weights) -> None:
+    def __init__(self, gate: AnyLinear, up: AnyLinear, down: AnyLinear) -> None:
         super().__init__()
         self.size = gate.out_features
-        self.inner = _joined([gate, up], weights)
-        self.down = _joined([down], weights)
+        self.inner = _joined([gate, up])
+        self.down = _joined([down])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.inner(x)
@@ -151,9 +132,9 @@ class GatedMLP(nn.Module):
 class _MergedLinears:
     """Linears with the same input; the first call multiplies for all of them."""
 
-    def __init__(self, linears: Sequence[AnyLinear], weights: Weights) -> None:
+    def __init__(self, linears: Sequence[AnyLinear]) -> None:
         self.sizes = [linear.out_features for linear in linears]
-        self.joined = _joined(linears, weights)
+        self.joined = _joined(linears)
         self._input: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
 
@@ -186,7 +167,7 @@ def children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
             yield parent, name, child
 
 
-def _joined(linears: Sequence[AnyLinear], weights: Weights) -> PackedLinear | GroupedLinear:
+def _joined(linears: Sequence[AnyLinear]) -> PackedLinear | GroupedLinear:
     """Concatenate linears of one kind with the same input; either all or none have a bias."""
     biases: list[torch.Tensor | None] = [linear.bias for linear in linears]
     given = [bias.detach() for bias in biases if bias is not None]
@@ -194,7 +175,7 @@ def _joined(linears: Sequence[AnyLinear], weights: Weights) -> PackedLinear | Gr
     if grouped := [linear.grouped for linear in linears if isinstance(linear, GroupedLinear)]:
         return GroupedLinear(GroupedWeight.joined(grouped), bias)
     plain = [linear.weight.detach() for linear in linears if isinstance(linear, nn.Linear)]
-    return PackedLinear(torch.cat(plain), bias, weights)
+    return PackedLinear(torch.cat(plain), bias)
 
 
 def _can_join(linears: Sequence[AnyLinear]) -> bool:
@@ -202,19 +183,19 @@ def _can_join(linears: Sequence[AnyLinear]) -> bool:
     return len(kinds) == 1 and len({linear.bias is None for linear in linears}) == 1
 
 
-def _merge(model: nn.Module, kind: type[AnyLinear], weights: Weights) -> None:
+def _merge(model: nn.Module, kind: type[AnyLinear]) -> None:
     for parent in list(model.modules()):
         if all(isinstance(getattr(parent, name, None), kind) for name in _ATTENTION_INPUTS):
-            _merge_attention_inputs(parent, weights)
+            _merge_attention_inputs(parent)
         elif _is_gated_mlp(parent, kind):
-            _fuse_mlp(parent, weights)
+            _fuse_mlp(parent)
 
 
-def _merge_attention_inputs(attention: nn.Module, weights: Weights) -> None:
+def _merge_attention_inputs(attention: nn.Module) -> None:
     linears = [getattr(attention, name) for name in _ATTENTION_INPUTS]
     if not _can_join(linears):
         return
-    merged = _MergedLinears(linears, weights)
+    merged = _MergedLinears(linears)
     for index, name in enumerate(_ATTENTION_INPUTS):
         setattr(attention, name, _MergedPart(merged, index))
 
@@ -228,19 +209,19 @@ def _is_gated_mlp(module: nn.Module, kind: type[AnyLinear]) -> bool:
     return len(linears) == len(_MLP_LINEARS) and is_silu and _can_join(linears[:2])
 
 
-def _fuse_mlp(mlp: nn.Module, weights: Weights) -> None:
+def _fuse_mlp(mlp: nn.Module) -> None:
     """Replace the forward of a gated MLP in place; its other attributes stay."""
     gate, up, down = (getattr(mlp, name) for name in _MLP_LINEARS)
-    mlp.fused = GatedMLP(gate, up, down, weights)
+    mlp.fused = GatedMLP(gate, up, down)
     for name in _MLP_LINEARS:
         delattr(mlp, name)
     mlp.forward = mlp.fused.forward
 
 
-def _pack_linears(model: nn.Module, weights: Weights) -> None:
+def _pack_linears(model: nn.Module) -> None:
     for parent, name, child in list(children(model)):
         if type(child) is nn.Linear:
-            setattr(parent, name, PackedLinear(child.weight, child.bias, weights))
+            setattr(parent, name, PackedLinear(child.weight, child.bias))
 
 
 def collapse(address: int, num_bytes: int) -> None:

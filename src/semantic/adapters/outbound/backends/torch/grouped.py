@@ -4,30 +4,20 @@ A row's weights are integers of 4, 5, 6 or 8 bits; each group of them has a scal
 weight is ``integer * scale + bias``. mlx-lm writes models in this format, and GGUF files are
 imported into it. GPT-OSS's experts are in MXFP4 instead: four-bit codes for unevenly spaced
 multiples of a power of two. These are multiples of the smallest one, and therefore integers too.
-Linears multiply without expanding the whole model's weights. Where there is no kernel, or
-full weights are requested, the model is loaded as if it had never been quantised.
-
-`LinearKernel` is what multiplies; `GroupedLinear.pack` chooses one. The native library (see
-`native/`) has kernels for grouped weights on every CPU with its instructions. A model in bfloat16
-uses PyTorch's kernels for few rows; for many rows, as in prefill, the weights of one linear at a
-time are expanded.
+The native library (see `native/`) multiplies them as they are. Without it, or where full weights
+are requested, the model is loaded as if it had never been quantised.
 """
 
 import math
-import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from semantic.adapters.outbound.backends.torch.native.library import MXFP4, Library, Matrix
 
 BITS = (4, 5, 6, 8)
 GROUP = 32  # of weights quantised here; the kernels need groups that are multiples of it
-_KERNEL_ROWS = 16  # the bfloat16 kernel reads past the end unless rows are a multiple of it
 _SMALLEST_STEP = 1e-30
 # Value of each MXFP4 code, in halves, with an offset of 12.
 _MXFP4_VALUES = torch.tensor(
@@ -139,13 +129,13 @@ def _places(bits: int) -> list[tuple[int, int]]:
 
 
 class GroupedLinear(nn.Module):
-    """A linear over a grouped weight; after `pack` it uses a kernel where one applies."""
+    """A linear over a grouped weight; `pack` converts it to the native library's layout."""
 
     def __init__(self, weight: GroupedWeight, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.grouped, self.bias = weight, None if bias is None else bias.detach()
         self.in_features, self.out_features = weight.num_columns, len(weight.scales)
-        self._kernel: LinearKernel | None = None
+        self._packed: PackedMatrix | None = None
 
     @property
     def kind(self) -> tuple[int, int, bool]:
@@ -154,42 +144,29 @@ class GroupedLinear(nn.Module):
     def packed_size(self, library: Library) -> int:
         return library.packed_size(self.out_features, self.in_features, native_kind(self.grouped))
 
-    def pack(self, library: Library | None = None, memory: torch.Tensor | None = None) -> None:
-        """Choose a kernel and convert the weights to its layout.
-
-        1. With the native library, in float32, its kernel runs any number of rows.
-        2. Otherwise the model computes in bfloat16, and PyTorch's kernel runs few rows if the
-           matrix has a supported shape. For many rows the weights are expanded.
-        3. Otherwise the weights are expanded for each multiplication.
-
-        Only the first frees the original form.
+    def pack(self, library: Library, memory: torch.Tensor | None = None) -> None:
+        """Convert the weights to the library's layout and free their original form.
 
         Args:
             memory: Of `packed_size` bytes; None allocates it.
         """
-        if library is not None:
-            if memory is None:
-                memory = torch.empty(self.packed_size(library), dtype=torch.uint8)
-            self._kernel = NativeKernel(self.grouped, library, memory)
-            del self.grouped
-        elif self.out_features % _KERNEL_ROWS == 0:
-            self._kernel = Int4Kernel(self.grouped)
+        if memory is None:
+            memory = torch.empty(self.packed_size(library), dtype=torch.uint8)
+        self._packed = PackedMatrix(self.grouped, library, memory)
+        del self.grouped
+
+    def packed_matrix(self) -> "PackedMatrix":
+        if self._packed is None:
+            raise TypeError("the linear is not packed for the native library")
+        return self._packed
 
     def native_matrix(self) -> Matrix:
-        """Describe the linear, which must be packed for the native library, to that library."""
-        return self.native_kernel().with_bias(self.bias)
-
-    def native_kernel(self) -> "NativeKernel":
-        if not isinstance(self._kernel, NativeKernel):
-            raise TypeError("the linear is not packed for the native library")
-        return self._kernel
+        """Describe the packed linear to the library."""
+        return self.packed_matrix().with_bias(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features)
-        if self._kernel is None or len(rows) > self._kernel.max_rows:
-            return functional.linear(x, self.grouped.expanded().to(x.dtype), self.bias)
-        product = self._kernel.multiply(rows.contiguous())
-        result = product.view(*x.shape[:-1], self.out_features)
+        rows = x.reshape(-1, self.in_features).contiguous()
+        result = self.packed_matrix().multiply(rows).view(*x.shape[:-1], self.out_features)
         return result if self.bias is None else result + self.bias
 
 
@@ -224,7 +201,7 @@ class GroupedEmbedding(nn.Module):
 
     def share(self, head: GroupedLinear) -> None:
         """Read the weights of a head that is packed for the native library; frees the own ones."""
-        self._expand = head.native_kernel().expanded
+        self._expand = head.packed_matrix().expanded
         del self.grouped
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -232,56 +209,12 @@ class GroupedEmbedding(nn.Module):
         return found if self.scale is None else found * self.scale.to(self.dtype)
 
 
-# -- kernels --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Digits:
-    """A weight as 4-bit digits, ``(digit - 8) * scale``, plus a remainder for each group.
-
-    A greater integer is two digits, ``16 * high + low``: the row has twice the length and is
-    multiplied with the input repeated twice. High digits are shifted so that their middle becomes
-    8, because a large remainder would be rounded more.
-    """
-
-    digits: torch.Tensor
-    scales: torch.Tensor
-    rest: torch.Tensor
-    is_double: bool
-
-    @staticmethod
-    def of(weight: GroupedWeight) -> "_Digits":
-        digits, (scales, biases) = weight.integers(), weight.steps()
-        if weight.greatest < 16:
-            return _Digits(digits, scales, biases + 8 * scales, is_double=False)
-        middle = (weight.greatest + 16) // 32
-        rest = biases + (16 * middle + 8) * scales
-        digits = torch.cat([(digits >> 4) + (8 - middle), digits & 15], dim=1)
-        return _Digits(digits, torch.cat([16 * scales, scales], dim=1), rest, is_double=True)
-
-
-class LinearKernel(ABC):
-    """Multiplies rows of activations with one quantised matrix.
-
-    Attributes:
-        max_rows: With more rows, full weights are faster.
-    """
-
-    max_rows: int
-
-    @abstractmethod
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply contiguous rows, ``[rows, columns]``."""
-
-
-class NativeKernel(LinearKernel):
-    """The native library's kernel: rounds activations to 16 bits; sums within a group are exact.
+class PackedMatrix:
+    """A matrix in the native library's layout, which rounds activations to 16 bits.
 
     Scales and biases are stored as float16 multiples of a power of two, so that the 16-bit values
-    of a file stay exact.
+    of a file stay exact. Sums within a group are exact.
     """
-
-    max_rows = sys.maxsize
 
     def __init__(self, weight: GroupedWeight, library: Library, memory: torch.Tensor) -> None:
         self._library, self._packed = library, memory
@@ -313,6 +246,7 @@ class NativeKernel(LinearKernel):
         return found
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply contiguous rows of float32, ``[rows, columns]``."""
         product = x.new_empty(len(x), self._matrix.rows)
         num_threads = torch.get_num_threads()
         self._library.linear(self._matrix, x.data_ptr(), len(x), product.data_ptr(), num_threads)
@@ -322,58 +256,6 @@ class NativeKernel(LinearKernel):
 def native_kind(weight: GroupedWeight) -> int:
     """Return the kind of matrix that the native library has for a weight."""
     return MXFP4 if weight.biases is None else weight.bits
-
-
-class Int4Kernel(LinearKernel):
-    """PyTorch's bfloat16 kernel for 4-bit groups; others are two digits of 4 bits."""
-
-    max_rows = 64
-
-    def __init__(self, weight: GroupedWeight) -> None:
-        parts, self._group = _Digits.of(weight), weight.group
-        rest, self._is_double = parts.rest, parts.is_double
-        if self._is_double:  # in the first half only, because the halves are added
-            rest = torch.cat([rest, torch.zeros_like(rest)], dim=1)
-        digits = parts.digits.to(torch.int32)
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(digits, 1)
-        pairs = torch.stack([parts.scales, rest], dim=2).transpose(0, 1)
-        self._scales_and_zeros = pairs.contiguous().bfloat16()
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        doubled = torch.cat([x, x], dim=1) if self._is_double else x
-        product: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            doubled, self._packed, self._group, self._scales_and_zeros
-        )
-        return product
-
-
-class Int8Kernel(LinearKernel):
-    """PyTorch's bfloat16 kernel for 8-bit integers with one scale per row."""
-
-    max_rows = 4
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        wide = weight.float()
-        scale = (wide.abs().amax(dim=1) / 127).clamp_min(1e-8)
-        self._values = (wide / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
-        self._scale = scale.to(weight.dtype)
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, self._values, self._scale)
-        return product
-
-
-def quantised_kernel(weight: torch.Tensor, bits: int) -> LinearKernel | None:
-    """Quantise a bfloat16 matrix for PyTorch's kernels; None if they do not support its shape."""
-    num_rows, num_columns = weight.shape
-    if num_columns % GROUP:  # the kernels would read past the end and crash
-        return None
-    if bits == 4 and num_rows % _KERNEL_ROWS == 0:
-        return Int4Kernel(GroupedWeight.quantised(weight, bits))
-    return Int8Kernel(weight)
-
-
-# -- quantising -----------------------------------------------------------------------------------
 
 
 def quantise_linears(model: nn.Module, bits: int) -> None:

@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn import functional
 
 from semantic.adapters.outbound.backends.torch import cpu
-from semantic.adapters.outbound.backends.torch.cpu import Weights
 from semantic.adapters.outbound.backends.torch.decoding import Decoder, can_decode
 from semantic.adapters.outbound.backends.torch.experts import separate_experts
 from semantic.adapters.outbound.backends.torch.forward import (
@@ -52,6 +51,7 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute, ComputeHint, ModelCacheSpec
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Weights = Literal["full", "int8", "int4"]
 WeightsOption = Literal["auto"] | Weights
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -70,10 +70,9 @@ class TorchOptions:
     Attributes:
         dtype: Of weights and KV cache; auto selects the fastest on this device.
         device: auto selects CUDA if available.
-        weights: auto keeps weights grouped if the file has them in groups of integers, a CPU has
-            kernels for them and no dtype is requested; full expands them. int8 and int4 make small
-            batches faster and less exact; they need a CPU in bfloat16, or in float32 with the
-            native library.
+        weights: auto keeps weights grouped if the file has them in groups of integers, the native
+            library is there and no dtype is requested; full expands them. int8 and int4 make a
+            model faster and less exact; they need a CPU in float32 with the native library.
         num_threads: 0 means OMP_NUM_THREADS, or all cores that the process may use.
         share: Which part of the model this process holds; None means all of it.
         native: The library of linears and decode steps, for a CPU in float32; None disables it.
@@ -145,14 +144,14 @@ def make_plan(directory: Path, options: TorchOptions) -> TorchPlan:
     plan = TorchPlan(device, dtype, False, weights, reason)
     if dtype == torch.float32 and native is not None:
         plan = replace(plan, library=library, slow=native.reason)
-    if weights != "full" and not plan.is_packable and plan.library is None:
+    if weights != "full" and plan.library is None:
         why = f" ({native.reason})" if native is not None and native.reason else ""
         raise InvalidRequestError(
-            f"weights {weights} require a CPU that computes in bfloat16 (--dtype bfloat16), "
-            f"or the native library{why} and float32",
+            f"weights {weights} require a CPU in float32 (omit --dtype) and the native "
+            f"library{why}",
             param="weights",
         )
-    return replace(plan, is_kept=is_keepable and plan.is_packable)
+    return plan
 
 
 def _plan_of_share(directory: Path, options: TorchOptions, device: torch.device) -> TorchPlan:
@@ -260,7 +259,7 @@ def describe(plan: TorchPlan) -> Compute:
     if plan.is_kept:
         kernels = f"{kernels}, weights quantised as in the file"
     elif weights != "full":
-        kernels = f"{kernels}, {weights}{' for few rows' if plan.library is None else ''}"
+        kernels = f"{kernels}, {weights}"
     num_threads = torch.get_num_threads() if device == "cpu" else 0
     dtype = str(plan.dtype).removeprefix("torch.")
     slow = f"without native kernels decoding is several times slower: {plan.slow}"
@@ -316,7 +315,7 @@ def _improve_bfloat16(loaded: TorchModel, plan: TorchPlan) -> None:
     """Replace modules by more exact and faster ones, whose results depend on the number of rows."""
     cpu.reduce_rounding(loaded.model)
     if plan.is_packable:
-        cpu.speed_up(loaded.model, plan.weights)
+        cpu.speed_up(loaded.model)
     try:
         run_one_token(loaded.forward, loaded.spec.layers, plan.dtype)
     except LIBRARY_ERRORS as error:
@@ -406,12 +405,13 @@ def _read_full(directory: Path, dtype: torch.dtype) -> Any:
 
 
 def _prepare_for_cpu(model: Any, plan: TorchPlan) -> bool:
-    """Replace modules by faster ones; returns whether the C library can run whole steps."""
-    if plan.library is not None:
-        separate_experts(model)
-    if plan.weights != "full" and plan.library is not None:
+    """Use the C library's linears; returns whether it can run whole steps."""
+    if plan.library is None:
+        return False
+    separate_experts(model)
+    if plan.weights != "full":
         quantise_linears(model, bits=4 if plan.weights == "int4" else 8)
-    is_decodable = plan.library is not None and can_decode(model)
+    is_decodable = can_decode(model)
     cpu.pack_grouped(model, plan.library, is_merged=not is_decodable)
     return is_decodable
 
