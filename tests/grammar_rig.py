@@ -25,7 +25,7 @@ from semantic.domain.events import Finished, TextDelta, Usage
 from semantic.domain.reply_format import Markers, ReplyFormat, ReplyShape
 from semantic.domain.sampling import FinishReason
 from semantic.ports.text import TokenConstraint, TokenizerPort
-from tests.notations import NOTATIONS
+from tests.notations import FUNCTIONARY, NOTATIONS
 
 PERSON: JsonObject = {
     "type": "object",
@@ -91,6 +91,7 @@ NAMED = ToolChoice(ToolMode.NAMED, "get_weather")
 REQUIRED = ToolChoice(ToolMode.REQUIRED)
 PLAIN = ReplyFormat()
 THINKING = ReplyFormat(thinking=Markers("<think>", "</think>"))
+ADDRESSED = ReplyFormat(FUNCTIONARY)
 
 SHAPES: Mapping[str, ReplyShape] = {
     "schema": ReplyShape(PLAIN, JsonFormat(PERSON)),
@@ -105,6 +106,8 @@ SHAPES: Mapping[str, ReplyShape] = {
     "tools or JSON": ReplyShape(PLAIN, JsonFormat(PERSON), tools=TOOLS),
     "JSON after thinking": ReplyShape(THINKING, JsonFormat(PERSON), is_thinking_open=True),
     "JSON, maybe after thinking": ReplyShape(THINKING, JsonFormat(PERSON)),
+    "addressed JSON": ReplyShape(ADDRESSED, JsonFormat(PERSON)),
+    "addressed tools or JSON": ReplyShape(ADDRESSED, JsonFormat(PERSON), tools=TOOLS),
 }
 
 

@@ -58,6 +58,7 @@ APERTUS = CallNotation(
     separator=", ",
     end="]<|tools_suffix|>",
 )
+FUNCTIONARY = CallNotation(before_name=">>>", after_name="\n", before_text="all\n")
 NOTATIONS: Mapping[str, CallNotation] = {
     "hermes": HERMES,
     "qwen_xml": QWEN_XML,
@@ -76,4 +77,5 @@ NOTATIONS: Mapping[str, CallNotation] = {
     "kimi": KIMI,
     "deepseek": DEEPSEEK,
     "apertus": APERTUS,
+    "functionary": FUNCTIONARY,
 }

@@ -61,6 +61,8 @@ class CallNotation:
         quote: Surrounds a string on both sides, in Python or Gemma's notation.
         is_parallel: Whether a reply may hold several calls.
         is_json_spaced: The template indents JSON, so its white space is free.
+        before_text: Precedes text in the place of a name and `after_name`, where text has markup as
+            calls have: ``all``. The first `before_name` of a reply is then the prompt's end.
     """
 
     style: ArgumentStyle = ArgumentStyle.JSON
@@ -78,6 +80,7 @@ class CallNotation:
     quote: str = ""
     is_parallel: bool = True
     is_json_spaced: bool = False
+    before_text: str = ""
 
     @property
     def is_json_object(self) -> bool:
@@ -87,6 +90,8 @@ class CallNotation:
     @property
     def opener(self) -> str:
         """The marker that distinguishes a call from text; empty if there is none."""
+        if self.before_text:
+            return self.before_name
         if self.is_json_object:
             return _JSON_BEGINS.sub("", self.start + self.before_name).strip()
         if self.style is ArgumentStyle.PYTHON:
@@ -101,6 +106,8 @@ class CallNotation:
         """The marker that begins another call after a call, or one whose opener is missing."""
         if self.is_json_object:
             return "{" if self.start or not self.opener else ""
+        if self.before_text:
+            return ""
         tag = 0 if self.start else max(0, self.before_name.rfind("<"))
         found = _FIRST_TAG.match(self.before_name[tag:].lstrip())
         return found[0] if found and found[0] != self.opener else ""
@@ -225,7 +232,7 @@ class ReplyFormat:
             return "".join(FINAL_HEADER)
         if self.thinking is not None and self.is_opened_by(prompt):
             return f"\n{self.thinking.end}\n\n"
-        return ""
+        return self.tools.before_text
 
     def is_opened_by(self, prompt: str) -> bool:
         """Whether a rendered prompt ends with the start marker of thinking."""

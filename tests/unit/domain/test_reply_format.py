@@ -18,6 +18,7 @@ from semantic.domain.reply_format import (
     ReplyFormat,
     detect_reply_format,
 )
+from tests.notations import FUNCTIONARY
 
 pytestmark = pytest.mark.unit
 
@@ -74,3 +75,18 @@ def test_a_prompt_may_open_the_thinking() -> None:
     assert ReplyFormat(thinking=THINK).is_opened_by("<|assistant|><think>\n")
     assert not ReplyFormat(thinking=THINK).is_opened_by("<think>\n\n</think>\n\n")
     assert not ReplyFormat().is_opened_by("<think>")
+
+
+@pytest.mark.parametrize(
+    "reply_format, prompt, opening",
+    [
+        (ReplyFormat(), "<|assistant|>", ""),
+        (ReplyFormat(thinking=THINK), "<|assistant|><think>\n", "\n</think>\n\n"),
+        (ReplyFormat(HARMONY), "<|start|>assistant", "<|channel|>final<|message|>"),
+        (ReplyFormat(FUNCTIONARY), "assistant\n\n>>>", "all\n"),
+    ],
+)
+def test_an_answer_begins_after_its_markup(
+    reply_format: ReplyFormat, prompt: str, opening: str
+) -> None:
+    assert reply_format.opening(prompt) == opening

@@ -6,17 +6,19 @@ Everything works on a reply while it streams.
    the reply), and passes the text through the splitters on the event loop (`ReplyParser`).
 2. `splitter.py` separates thinking, and holds back text that may become a marker.
 3. `call_splitter.py` finds tool calls, with the syntax that `call_syntax.py` makes of the model's
-   notation. Arguments stream through `json_arguments.py` or `tag_arguments.py`; `call_blocks.py`
-   reads other notations once they are complete. `harmony.py` does all of this for the channels of
-   GPT-OSS.
+   notation; `cursor.py` says where more text is needed. Arguments stream through
+   `json_arguments.py`, `tag_arguments.py` or `literal_arguments.py` (Python and Gemma);
+   `call_blocks.py` reads JSON with the name after the arguments once it is complete. `harmony.py`
+   does all of this for the channels of GPT-OSS.
 4. At the end `MessageFold` (`reply_parser.py`) folds the events into the message that is logged
    with the turn.
 
 Rules for every format:
 
 - The joined events do not depend on how the text is cut into pieces.
-- A call is announced once its name is complete and names an offered tool. Text that only looks like
-  a call (unknown tool, syntax error before that point) is emitted as text, with its markup.
+- A call is announced once its name is complete and names an offered tool; in Python, where answers
+  may look like calls, once its first value begins. Text that only looks like a call (unknown tool,
+  syntax error before that point) is emitted as text, with its markup.
 - The joined arguments of a call that ended are always one valid JSON object. Common mistakes of
   models are repaired (raw line breaks in strings, bad escapes, trailing commas, Python literals).
   At any other syntax error the JSON is closed after its last complete part, and the rest is text.

@@ -4,23 +4,19 @@ import enum
 import json
 from collections.abc import Callable, Sequence
 
-from semantic.application.parsing.call_blocks import Calls
+from semantic.application.parsing.call_blocks import json_call
 from semantic.application.parsing.call_syntax import (
     JSON_JUNK,
-    SPACE,
     BlockCall,
     CallSyntax,
-    Cursor,
     EmptyCall,
-    NeedMore,
-    NoCall,
     StreamedCall,
-    TaggedCall,
+    TextHead,
 )
+from semantic.application.parsing.cursor import SPACE, Cursor, NeedMore, NoCall
 from semantic.application.parsing.json_arguments import ArgumentParser, JsonArguments
 from semantic.application.parsing.splitter import PendingText, Splitter
-from semantic.application.parsing.tag_arguments import TagArguments
-from semantic.domain.chat import JsonObject, ToolSpec
+from semantic.domain.chat import ToolSpec
 from semantic.domain.events import Event, TextDelta, ToolCallDelta, ToolCallEnded, ToolCallStarted
 from semantic.domain.reply_format import CallNotation
 from semantic.domain.sampling import num_undecided
@@ -73,10 +69,6 @@ class CallNumbers:
     def whole(self, name: str, arguments: str) -> list[Event]:
         return [self.start(name), *self.delta(arguments), self.end()]
 
-    def cut(self, name: str, arguments: JsonObject) -> list[Event]:
-        written = json.dumps(arguments, ensure_ascii=False)
-        return [self.start(name), *self.delta(written.removesuffix("}"))]
-
 
 class _State(enum.Enum):
     TEXT = enum.auto()
@@ -100,22 +92,23 @@ class CallSplitter(Splitter):
         *,
         must_call: bool = False,
     ) -> None:
-        """Start in the state for text; `must_call` drops a cut-off reply that begins as a call."""
+        """Start before a reply; `must_call` drops a cut-off reply that begins as a call."""
         super().__init__()
         self._must_call = must_call
-        self._is_surely_call = False  # if the reply is cut off in the head, drop it
-        self._syntax = CallSyntax(notation)
         self._tools = {tool.name: tool for tool in tools}
+        self._syntax = CallSyntax(notation, self._tools)
         self._numbers = CallNumbers(new_id)
-        self._state = _State.TEXT
+        begins_in_head = self._syntax.begins_in_head
+        self._is_surely_call = begins_in_head  # if the reply is cut off in the head, drop it
+        self._state = _State.HEAD if begins_in_head else _State.TEXT
         self._leading = self._syntax.leading  # begins a call here without the marker
         self._is_after_call = False
         self._opened = 0  # where the head of the call begins in the pending text
         self._rejected = 0  # how many characters become text if this is not a call
-        self._block: BlockCall | None = None
+        self._block_closer = ""
         self._scanned = 0
         self._arguments: ArgumentParser = JsonArguments()
-        self._closers = self._syntax.closers  # of the last call
+        self._closers: Sequence[str] = self._syntax.closers  # of the last call
         self._junk = SPACE
 
     def _run(self, *, is_final: bool) -> list[Event]:
@@ -151,11 +144,12 @@ class CallSplitter(Splitter):
             self._state = _State.HEAD
             return [*given]
         text = self._pending.text
-        may_begin_call = not is_final or (self._is_cut and self._must_call)
+        is_leading = any(leading.startswith(text.lstrip()) for leading in self._leading)
+        is_next_call = is_leading and self._numbers.num_calls > 0
+        may_begin_call = not is_final or (self._is_cut and (self._must_call or is_next_call))
         if not may_begin_call:
             return [*self._give(len(text))]
-        stripped = text.lstrip()
-        if self._leading.startswith(stripped):
+        if is_leading:
             return self._abandon() if is_final else []
         held = num_undecided(text, (self._syntax.opener,))
         given = self._give(len(text[: len(text) - held].rstrip()))
@@ -164,14 +158,14 @@ class CallSplitter(Splitter):
     def _find_opener(self) -> tuple[int, int] | None:
         text = self._pending.text
         stripped = text.lstrip()
-        if self._leading and stripped.startswith(self._leading):
+        if stripped.startswith(self._leading):
             return len(text) - len(stripped), 0
         start = text.find(self._syntax.opener)
         return (start, len(self._syntax.opener)) if start >= 0 else None
 
     def _give(self, size: int) -> list[TextDelta]:
         if size:
-            self._leading = ""
+            self._leading = ()
         return self._pending.take(size)
 
     # -- the beginning of a call ----------------------------------------------------------------
@@ -186,25 +180,23 @@ class CallSplitter(Splitter):
             return self._abandon() if self._is_cut and self._is_surely_call else self._reject()
         except NoCall:
             return self._reject()
-        self._closers = self._syntax.closers
-        self._junk = JSON_JUNK if isinstance(head, StreamedCall | EmptyCall) else SPACE
+        self._closers, self._junk = self._syntax.closers, JSON_JUNK
         if isinstance(head, BlockCall):
-            self._block, self._state = head, _State.BLOCK
+            self._block_closer, self._state = head.closer, _State.BLOCK
             self._opened = self._scanned = cursor.at
             return []
         self._pending.drop(cursor.at)
         match head:
-            case StreamedCall(name):
-                self._arguments, self._state = JsonArguments(), _State.ARGUMENTS
-                return [self._numbers.start(name)]
-            case TaggedCall(name, notation):
-                self._arguments = TagArguments(notation, self._tools[name])
-                self._closers = notation.after_arguments.split()
-                self._state = _State.ARGUMENTS
-                return [self._numbers.start(name)]
+            case TextHead():
+                self._state = _State.TEXT
+                return []
             case EmptyCall(name):
                 self._state = _State.TAIL
                 return self._numbers.whole(name, "{}")
+            case StreamedCall(name, arguments, closers, junk):
+                self._arguments, self._junk, self._state = arguments, junk, _State.ARGUMENTS
+                self._closers = self._closers if closers is None else closers
+                return [self._numbers.start(name)]
 
     def _reject(self) -> list[Event]:
         """Emit the beginning of what is not a call as text; the rest is scanned again."""
@@ -219,39 +211,21 @@ class CallSplitter(Splitter):
     # -- calls that are parsed when complete ----------------------------------------------------
 
     def _read_block(self, is_final: bool) -> list[Event]:
-        text, block = self._pending.text, self._block
-        if block is None:
-            return self._reject()
-        end = block.find_end(text, self._scanned)
-        if end < 0 and is_final and self._is_cut:
-            return self._read_cut_block(block)
-        if end < 0 and is_final and block.is_ended_by_reply:
-            end = len(text)
-        if end < 0:
-            # The pending text may end with the beginning of a closing marker.
-            self._scanned = max(self._opened, len(text) - 32)
-            return self._reject() if is_final else []
-        calls = block.parse(text[self._opened : end], self._tools)
-        if calls is None:
-            return self._reject()
-        self._pending.drop(end)
-        self._state = _State.TAIL
-        return self._whole(calls)
-
-    def _whole(self, calls: Calls) -> list[Event]:
-        events: list[Event] = []
-        for name, arguments in calls:
-            events += self._numbers.whole(name, json.dumps(arguments, ensure_ascii=False))
-        return events
-
-    def _read_cut_block(self, block: BlockCall) -> list[Event]:
-        found = block.read_cut(self._pending.text[self._opened :], self._tools)
-        if found is None:
-            return self._abandon() if self._must_call else self._reject()
-        calls, is_last_cut = found
-        whole, last = (calls[:-1], calls[-1:]) if is_last_cut else (calls, [])
-        self._abandon()
-        return [*self._whole(whole), *(e for call in last for e in self._numbers.cut(*call))]
+        text = self._pending.text
+        end = text.find(self._block_closer, self._scanned)
+        if end < 0 and not is_final:
+            # The pending text may end with the beginning of the closer.
+            self._scanned = max(self._opened, len(text) - len(self._block_closer))
+            return []
+        block = text[self._opened :] if end < 0 else text[self._opened : end]
+        call = json_call(block, self._tools)
+        if call is not None:
+            name, arguments = call
+            self._pending.drop(self._opened + len(block))
+            self._state = _State.TAIL
+            return self._numbers.whole(name, json.dumps(arguments, ensure_ascii=False))
+        is_cut = end < 0 and self._is_cut and (self._must_call or block.lstrip().startswith("{"))
+        return self._abandon() if is_cut else self._reject()
 
     # -- calls that are streamed ----------------------------------------------------------------
 

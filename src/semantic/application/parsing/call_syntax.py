@@ -1,151 +1,45 @@
 """How to read the head and the tail of calls in each notation."""
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from semantic.application.parsing.call_blocks import (
-    ARGUMENT_KEYS,
-    NAME_KEYS,
-    BracketEnd,
-    Calls,
-    Tools,
-    gemma_call,
-    json_call,
-    python_calls,
+from semantic.application.parsing.call_blocks import ARGUMENT_KEYS, NAME_KEYS, Tools
+from semantic.application.parsing.cursor import SPACE, Cursor, NoCall
+from semantic.application.parsing.json_arguments import ArgumentParser, JsonArguments
+from semantic.application.parsing.literal_arguments import (
+    GemmaArguments,
+    PythonArguments,
+    python_scalar,
 )
+from semantic.application.parsing.tag_arguments import TagArguments
 from semantic.domain.reply_format import (
     HERMES,
     PYTHON_TAG,
     QWEN_XML,
-    SLOT,
     ArgumentStyle,
     CallNotation,
 )
 
-_MAX_STRING = 256
-SPACE = " \t\r\n"
 JSON_JUNK = SPACE + "}],;"  # meaningless after the arguments of a call
-
-
-class NeedMore(Exception):  # noqa: N818 - a state, not an error
-    """Raised if the text is valid so far and more is needed to decide."""
-
-
-class NoCall(Exception):  # noqa: N818 - a finding, not an error
-    """Raised if text that looked like a call is not one."""
-
-
-class Cursor:
-    """A position in a text.
-
-    Every method raises `NeedMore` at the end of the text, so no result depends on how much text has
-    arrived.
-    """
-
-    def __init__(self, text: str, at: int = 0) -> None:
-        self._text = text
-        self.at = at
-
-    def peek(self) -> str:
-        if self.at >= len(self._text):
-            raise NeedMore
-        return self._text[self.at]
-
-    def space(self) -> None:
-        while self.peek() in SPACE:
-            self.at += 1
-
-    def literal(self, text: str) -> None:
-        """Pass over `text`; raises `NoCall` if something else follows."""
-        for char in text:
-            if self.peek() != char:
-                raise NoCall
-            self.at += 1
-
-    def phrase(self, text: str) -> None:
-        """Pass over `text` with any white space before and between its words."""
-        for word in text.split():
-            self.space()
-            first, *others = word.split(SLOT)
-            self.literal(first)
-            for part in others:
-                while self.peek().isalnum() or self.peek() in "_-":
-                    self.at += 1
-                self.literal(part)
-
-    def skip(self, text: str, junk: str) -> None:
-        """Pass over junk, and over `text` if it follows."""
-        while self.peek() in junk:
-            self.at += 1
-        if self.starts(text):
-            self.at += len(text)
-
-    def require(self, texts: Sequence[str]) -> None:
-        """Check that one of these texts follows, without passing over it."""
-        rest = self._text[self.at : self.at + max(map(len, texts), default=0)]
-        if not any(map(rest.startswith, texts)):
-            raise NeedMore if any(text.startswith(rest) for text in texts) else NoCall
-
-    def string(self) -> str:
-        """Read a short JSON string without escapes: a name or a key."""
-        self.literal('"')
-        return self.until('"')
-
-    def starts(self, text: str) -> bool:
-        """Whether `text` follows; raises `NeedMore` if that is not decided yet."""
-        try:
-            self.require((text,))
-        except NoCall:
-            return False
-        return True
-
-    def scalar(self) -> str:
-        """Read a short JSON string, or a number or literal as it is written."""
-        if self.peek() == '"':
-            return self.string()
-        return self.word(set(",}]"))
-
-    def word(self, stops: set[str]) -> str:
-        """Read up to white space or one of these characters; raises `NoCall` if it is empty."""
-        start = self.at
-        while self.peek() not in stops and not self.peek().isspace():
-            if self.at - start > _MAX_STRING:
-                raise NoCall
-            self.at += 1
-        if self.at == start:
-            raise NoCall
-        return self._text[start : self.at]
-
-    def until(self, stops: str) -> str:
-        """Read up to one of these characters, and pass over it.
-
-        Raises `NoCall` at a backslash or line break, and if the result would be too long.
-        """
-        start = self.at
-        while self.peek() not in stops:
-            if self._text[self.at] in "\\\n" or self.at - start > _MAX_STRING:
-                raise NoCall
-            self.at += 1
-        self.at += 1
-        return self._text[start : self.at - 1]
+_PYTHON_JUNK = SPACE + ")],;"
+_PRINT = "print("  # Gemma often wraps a call in it
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedCall:
-    """A call whose arguments, a JSON object, begin at the cursor."""
+    """A call whose arguments begin at the cursor.
+
+    Attributes:
+        closers: Texts that may follow the arguments, in this order; None: those of the syntax.
+        junk: Characters that are meaningless after the arguments.
+    """
 
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class TaggedCall:
-    """A call whose arguments, written as tags, begin at the cursor."""
-
-    name: str
-    notation: CallNotation
+    arguments: ArgumentParser
+    closers: Sequence[str] | None = None
+    junk: str = JSON_JUNK
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,74 +49,19 @@ class EmptyCall:
     name: str
 
 
-_MAX_REPAIRS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Repair:
-    """How to complete a block of calls that was cut off: truncate it and close it.
-
-    Attributes:
-        places: Matches where the block may be truncated: after the match, but before a comma or
-            line break.
-        closers: Texts that may close the block there, each with whether its last call counts as
-            cut off.
-    """
-
-    places: re.Pattern[str]
-    closers: tuple[tuple[str, bool], ...]
-
-    def attempts(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yield completed blocks, longest first, each with whether its last call is cut off.
-
-        Tries the last few places and the first one only, since the first attempt mostly succeeds.
-        """
-        found = list(self.places.finditer(text))
-        for match in (*found[: -_MAX_REPAIRS - 1 : -1], *found[:1]):
-            kept = text[: match.start() if match[0] in ",\n" else match.end()]
-            for closer, is_last_cut in self.closers:
-                yield kept + closer, is_last_cut
-
-
-_PYTHON_REPAIR = Repair(re.compile(r"[,(]"), ((")]", True), ("]", False)))
-_CODE_REPAIR = Repair(re.compile(r"[,(\n]"), ((")", True), ("))", True), ("", False)))
-_GEMMA_REPAIR = Repair(re.compile(r"[,{]"), (("}", True),))
-
-
 @dataclass(frozen=True, slots=True)
 class BlockCall:
-    """Calls that can be parsed only once they are complete.
+    """A call that can be parsed only once it is complete; `closer` or the reply's end ends it."""
 
-    Attributes:
-        find_end: Returns the end of the block, given the text and where to start; -1 if not found.
-        parse: Parses the block; None if it contains no valid calls.
-        is_ended_by_reply: The end of the reply also ends the block.
-        repair: How to complete a block that was cut off; None if that is not possible.
-    """
-
-    find_end: Callable[[str, int], int]
-    parse: Callable[[str, Tools], Calls | None]
-    is_ended_by_reply: bool = False
-    repair: Repair | None = None
-
-    def read_cut(self, text: str, tools: Tools) -> tuple[Calls, bool] | None:
-        """Parse the complete part of a block that was cut off.
-
-        Returns:
-            The calls, and whether the last one is cut off; an empty list if no call is certain;
-            None if this is not a block of calls.
-        """
-        if (calls := self.parse(text, tools)) is not None:
-            return calls, False
-        if self.repair is None:
-            return ([], False) if text.lstrip().startswith("{") else None
-        for completed, is_last_cut in self.repair.attempts(text):
-            if calls := self.parse(completed, tools):
-                return calls, is_last_cut
-        return None
+    closer: str
 
 
-Head: TypeAlias = StreamedCall | TaggedCall | EmptyCall | BlockCall
+@dataclass(frozen=True, slots=True)
+class TextHead:
+    """No call: what precedes text in a notation with markup around text too."""
+
+
+Head: TypeAlias = StreamedCall | EmptyCall | BlockCall | TextHead
 ReadHead: TypeAlias = Callable[[Cursor, Tools], Head]
 
 
@@ -231,18 +70,23 @@ class CallSyntax:
 
     Attributes:
         opener: The marker that begins a call anywhere in the text; empty if there is none.
-        leading: Begins a call without the opener at the start of a reply.
-        again: Begins another call directly after one.
+        leading: Texts that begin a call without the opener at the start of a reply.
+        again: Texts that begin another call directly after one.
         closers: Texts that may follow the arguments, in this order.
         ends: Texts that may follow the last call.
+        begins_in_head: The prompt ends with the opener.
     """
 
-    def __init__(self, notation: CallNotation) -> None:
+    def __init__(self, notation: CallNotation, tools: Tools) -> None:
         self.opener = notation.opener or PYTHON_TAG
-        self.again = notation.inner_opener
-        self.leading = self.again if self.again != "{" else ""
+        self.begins_in_head = bool(notation.before_text)
+        inner = notation.inner_opener
+        self.again: tuple[str, ...] = (inner,) if inner else ()
+        self.leading: tuple[str, ...] = self.again if inner != "{" else ()
         if not notation.opener:
-            self.leading = self.again or "["
+            self.leading = (inner or "[",)
+        if notation.style is ArgumentStyle.PYTHON:
+            self.again = (*tools, _PRINT)
         closing, ends = notation.after_arguments, notation.end
         if notation.is_json_object:
             closing, ends = closing.rpartition("}")[2], ends.lstrip(JSON_JUNK)
@@ -291,16 +135,14 @@ def _head_of(notation: CallNotation) -> ReadHead:
             return partial(_python_head, notation)
         case ArgumentStyle.GEMMA:
             return partial(_gemma_head, notation)
+        case _ if notation.before_text:
+            return partial(_addressed_head, notation)
         case _ if notation.opener == _MISTRAL:
             return _mistral_head
         case _ if notation.is_json_object:
             return partial(_json_head, notation)
         case _:
             return partial(_named_head, notation)
-
-
-def _until(end: str) -> Callable[[str, int], int]:
-    return lambda text, start: text.find(end, max(0, start))
 
 
 def _known(name: str, tools: Tools) -> str:
@@ -332,11 +174,28 @@ def _named_head(notation: CallNotation, cursor: Cursor, tools: Tools) -> Head:
     name = _known(cursor.word({text.lstrip()[0] for text in follows if text.strip()}), tools)
     cursor.phrase(notation.after_name)
     if notation.style is ArgumentStyle.TAGS:
-        return TaggedCall(name, notation)
+        arguments = TagArguments(notation, tools[name])
+        return StreamedCall(name, arguments, notation.after_arguments.split(), SPACE)
+    return _json_arguments(name, cursor)
+
+
+def _json_arguments(name: str, cursor: Cursor) -> StreamedCall:
     cursor.space()
     if cursor.peek() != "{":
         raise NoCall
-    return StreamedCall(name)
+    return StreamedCall(name, JsonArguments())
+
+
+def _addressed_head(notation: CallNotation, cursor: Cursor, tools: Tools) -> Head:
+    """Parse ``>>>f`` and a line break, or what precedes text; the marker may be in the prompt."""
+    if cursor.starts(notation.before_name):
+        cursor.literal(notation.before_name)
+    if cursor.starts(notation.before_text):
+        cursor.literal(notation.before_text)
+        return TextHead()
+    cursor.require([name + notation.after_name for name in tools])
+    name = cursor.until(notation.after_name[0])
+    return _json_arguments(name, cursor)
 
 
 def _json_head(notation: CallNotation, cursor: Cursor, tools: Tools) -> Head:
@@ -355,7 +214,7 @@ def _json_head(notation: CallNotation, cursor: Cursor, tools: Tools) -> Head:
         closer = notation.after_arguments.rpartition("}")[2].strip()
         if not closer or cursor.peek() == "<":
             raise
-        return BlockCall(_until(closer), json_call, is_ended_by_reply=True)
+        return BlockCall(closer)
 
 
 def _object_head(cursor: Cursor, tools: Tools, *, is_name_key: bool = False) -> Head:
@@ -372,9 +231,9 @@ def _object_head(cursor: Cursor, tools: Tools, *, is_name_key: bool = False) -> 
         cursor.literal(":")
         cursor.space()
         if cursor.peek() == "{" and is_name_key:
-            return StreamedCall(_known(key, tools))
+            return StreamedCall(_known(key, tools), JsonArguments())
         if key in ARGUMENT_KEYS and name and cursor.peek() == "{":
-            return StreamedCall(name)
+            return StreamedCall(name, JsonArguments())
         if key in ARGUMENT_KEYS or cursor.peek() in "{[":
             raise NoCall
         value = cursor.scalar()
@@ -386,18 +245,42 @@ def _object_head(cursor: Cursor, tools: Tools, *, is_name_key: bool = False) -> 
 
 
 def _python_head(notation: CallNotation, cursor: Cursor, tools: Tools) -> Head:
+    """Parse ``[f(``, or ``f(`` in code and after another call, up to the first value."""
     opener = notation.opener or PYTHON_TAG
     if cursor.starts(opener):
         cursor.phrase(opener)
     cursor.space()
-    if not notation.start.endswith("["):
-        return BlockCall(_until(notation.end.strip()), python_calls, repair=_CODE_REPAIR)
-    start = cursor.at
-    cursor.literal("[")
+    if cursor.peek() == "[":
+        cursor.literal("[")
+        cursor.space()
+    if "print" not in tools and cursor.starts(_PRINT):
+        cursor.literal(_PRINT)
+        cursor.space()
+    cursor.require([*tools])
+    name = _known(cursor.word({"("}), tools)
     cursor.space()
-    _known(cursor.until("( ,]").strip(), tools)
+    start = cursor.at
+    cursor.literal("(")
+    cursor.space()
+    if cursor.peek() != ")":
+        _pass_first_keyword(cursor)
     cursor.at = start
-    return BlockCall(BracketEnd(), python_calls, repair=_PYTHON_REPAIR)
+    return StreamedCall(name, PythonArguments(), junk=_PYTHON_JUNK)
+
+
+def _pass_first_keyword(cursor: Cursor) -> None:
+    """Pass over ``key=`` and the beginning of a literal; raises `NoCall` if it is none."""
+    if not cursor.word({"=", ")", "(", ","}).isidentifier():
+        raise NoCall
+    cursor.space()
+    cursor.literal("=")
+    cursor.space()
+    if cursor.peek() in "\"'[({":
+        return
+    word = cursor.word({*"\"',)]}("})
+    is_string = word in ("r", "R", "u", "U") and cursor.peek() in "\"'"
+    if not is_string and not python_scalar(word):
+        raise NoCall
 
 
 _MISTRAL, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -421,19 +304,12 @@ def _mistral_head(cursor: Cursor, tools: Tools) -> Head:
             cursor.at -= 1
             cursor.literal(_ARGS)
         cursor.space()
-    if cursor.peek() != "{":
-        raise NoCall
-    return StreamedCall(name)
+    return _json_arguments(name, cursor)
 
 
 def _gemma_head(notation: CallNotation, cursor: Cursor, tools: Tools) -> Head:
     cursor.literal(notation.opener)
     cursor.phrase(notation.before_name.removeprefix(notation.opener))
-    start = cursor.at
-    _known(cursor.until("{").strip(), tools)
-    cursor.at = start
-    return BlockCall(
-        _until(notation.after_arguments.removeprefix("}")),
-        lambda text, known: gemma_call(text, notation.quote, known),
-        repair=_GEMMA_REPAIR,
-    )
+    name = _known(cursor.until("{").strip(), tools)
+    cursor.at -= 1
+    return StreamedCall(name, GemmaArguments(notation.quote))

@@ -6,21 +6,22 @@ number or literal until it is complete.
 """
 
 import enum
+import json
 import re
+from collections.abc import Mapping
 from typing import Protocol
 
 _SPACE = " \t\r\n"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
-_WORD = re.compile(r"[A-Za-z0-9+.\-]+")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?\Z")
-_LITERALS = {
+LITERALS = {
     "true": "true", "false": "false", "null": "null",
     "True": "true", "False": "false", "None": "null",
 }  # fmt: skip
 _ESCAPES = '"\\/bfnrt'
 _HEX = frozenset("0123456789abcdefABCDEF")
 _MAX_DEPTH = 128
-_MAX_WORD = 400
+MAX_WORD = 400
 
 
 class _Want(enum.Enum):
@@ -60,14 +61,27 @@ class ArgumentParser(Protocol):
 
 
 class JsonArguments:
-    """The `ArgumentParser` of arguments that are written as JSON."""
+    """The `ArgumentParser` of arguments that are written as JSON.
+
+    Attributes:
+        opening: The bracket that begins the arguments, and the one that ends them.
+        brackets: By a bracket that begins an object or array: the one that ends it, and what both
+            are in JSON.
+        word: Matches a number or literal.
+    """
+
+    opening = "{}"
+    brackets: Mapping[str, tuple[str, str]] = {"{": ("}", "{}"), "[": ("]", "[]")}
+    word = re.compile(r"[A-Za-z0-9+.\-]+")
 
     def __init__(self) -> None:
         self.is_done = False
         self.is_broken = False
         self._want = _Want.START
-        self._stack: list[str] = []  # closing brackets of all open objects and arrays
+        self._closers: list[str] = []  # what ends the open objects and arrays
+        self._stack: list[str] = []  # the same in JSON
         self._held = ""  # comma and key, held back until their value begins
+        self._quote = ""  # ends the string that is being read
         self._is_key = False
         self._surrogate = ""  # a high surrogate, held back until the low one follows
         self._out: list[str] = []
@@ -105,53 +119,80 @@ class JsonArguments:
         if char in _SPACE:
             return 1
         match self._want:
-            case _Want.START:
-                return self._open(char) if char == "{" else self._break()
+            case _Want.START if char == self.opening[0]:
+                return self._open(self.opening[1], "{}")
             case _Want.KEY:
-                return self._key(char)
-            case _Want.COLON:
-                if char != ":":
-                    return self._break()
+                return self._key(text, at)
+            case _Want.COLON if char == self._colon:
                 self._held += ": "
                 self._want = _Want.VALUE
                 return 1
             case _Want.VALUE:
                 return self._value(text, at)
-            case _:
+            case _Want.NEXT:
                 return self._next(char)
+            case _:
+                return self._break()
 
-    def _key(self, char: str) -> int:
-        if char == '"':
-            self._held += char
-            self._is_key, self._want = True, _Want.STRING
-            return 1
-        return self._shut(char) if char == "}" else self._break()
+    @property
+    def _colon(self) -> str:
+        """What separates a key from its value."""
+        return ":"
+
+    def _quote_at(self, text: str, at: int) -> str | None:
+        """Return the quote that begins a string here; empty if none does, None if undecided."""
+        return '"' if text[at] == '"' else ""
+
+    def _key(self, text: str, at: int) -> int:
+        quote = self._quote_at(text, at)
+        if quote is None:
+            return 0
+        if quote:
+            self._held += '"'
+            return self._begin(quote, is_key=True)
+        return self._shut(text[at]) if text[at] == self._closers[-1] else self._bare_key(text, at)
+
+    def _bare_key(self, text: str, at: int) -> int:  # noqa: ARG002 - JSON has none
+        return self._break()
+
+    def _hold_key(self, key: str) -> None:
+        self._held += json.dumps(key, ensure_ascii=False)
+        self._want = _Want.COLON
 
     def _value(self, text: str, at: int) -> int:
-        char = text[at]
-        if char in "{[":
-            return self._open(char)
-        if char == '"':
-            self._emit(char)
-            self._is_key, self._want = False, _Want.STRING
-            return 1
-        if char == "]" and self._stack[-1] == "]":
+        char, quote = text[at], self._quote_at(text, at)
+        if quote is None:
+            return 0
+        if quote:
+            self._emit('"')
+            return self._begin(quote, is_key=False)
+        if char in self.brackets:
+            return self._open(*self.brackets[char])
+        if char == self._closers[-1] and self._stack[-1] == "]":
             return self._shut(char)
         return self._word(text, at)
 
+    def _begin(self, quote: str, *, is_key: bool) -> int:
+        self._quote, self._is_key, self._want = quote, is_key, _Want.STRING
+        return len(quote)
+
     def _word(self, text: str, at: int) -> int:
         """Read a number or literal; the character after it decides that it is complete."""
-        match = _WORD.match(text, at)
-        if match is None or len(match[0]) > _MAX_WORD:
+        match = self.word.match(text, at)
+        if match is None or len(match[0]) > MAX_WORD:
             return self._break()
         if match.end() == len(text):
             return 0
-        value = _LITERALS.get(match[0]) or (match[0] if _NUMBER.match(match[0]) else "")
+        value = self._scalar(match[0])
         if not value:
             return self._break()
         self._emit(value)
         self._want = _Want.NEXT
         return len(match[0])
+
+    def _scalar(self, word: str) -> str:
+        """Return a number or literal as JSON; empty if it is neither."""
+        return LITERALS.get(word) or (word if _NUMBER.match(word) else "")
 
     def _next(self, char: str) -> int:
         if char == ",":
@@ -160,18 +201,20 @@ class JsonArguments:
             return 1
         return self._shut(char)
 
-    def _open(self, char: str) -> int:
+    def _open(self, closer: str, brackets: str) -> int:
         if len(self._stack) >= _MAX_DEPTH:
             return self._break()
-        self._emit(char)
-        self._stack.append("}" if char == "{" else "]")
-        self._want = _Want.KEY if char == "{" else _Want.VALUE
+        self._emit(brackets[0])
+        self._closers.append(closer)
+        self._stack.append(brackets[1])
+        self._want = _Want.KEY if brackets == "{}" else _Want.VALUE
         return 1
 
     def _shut(self, char: str) -> int:
-        if char != self._stack[-1]:
+        if char != self._closers[-1]:
             return self._break()
         self._held = ""  # drops a trailing comma
+        self._closers.pop()
         self._out.append(self._stack.pop())
         self._want = _Want.NEXT
         self.is_done = not self._stack
@@ -191,16 +234,19 @@ class JsonArguments:
         char = text[at]
         if char == "\\":
             return self._escape(text, at)
-        if char == '"':
-            self._content(self._lone_surrogate() + char)
-            self._want = _Want.COLON if self._is_key else _Want.NEXT
-            return 1
+        if char == self._quote:
+            return self._end_string()
         plain = _PLAIN.match(text, at)
         if plain is None:  # a control character that should have been escaped
             self._content(self._lone_surrogate() + f"\\u{ord(char):04x}")
             return 1
         self._content(self._lone_surrogate() + plain[0])
         return len(plain[0])
+
+    def _end_string(self) -> int:
+        self._content(self._lone_surrogate() + '"')
+        self._want = _Want.COLON if self._is_key else _Want.NEXT
+        return len(self._quote)
 
     def _escape(self, text: str, at: int) -> int:
         if at + 1 == len(text):

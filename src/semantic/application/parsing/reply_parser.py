@@ -145,7 +145,7 @@ class ReplyParser:
         if reply_format.thinking is not None:
             thinking = ThinkingSplitter(reply_format.thinking, is_open=is_thinking_open, sign=sign)
             self._splitters.append(thinking)
-        if tools:
+        if tools or reply_format.tools.before_text:
             calls = CallSplitter(reply_format.tools, tools, new_id, must_call=must_call)
             self._splitters.append(calls)
 

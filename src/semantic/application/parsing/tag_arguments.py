@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 
 from semantic.application.parsing.call_blocks import json_or_text
-from semantic.application.parsing.call_syntax import Cursor, NeedMore, NoCall
+from semantic.application.parsing.cursor import Cursor, NeedMore, NoCall
 from semantic.domain.chat import JsonValue, ToolSpec
 from semantic.domain.reply_format import CDATA, SLOT, CallNotation
 from semantic.domain.sampling import num_undecided

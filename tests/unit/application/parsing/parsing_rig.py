@@ -1,10 +1,11 @@
 """Replies in every format, and what the tests of parsing do with them."""
 
 import itertools
+import json
 from collections.abc import Sequence
 
-from semantic.application.parsing import ReplyParser
-from semantic.domain.chat import ToolSpec
+from semantic.application.parsing import ReplyParser, fold_message
+from semantic.domain.chat import ToolSpec, ToolUsePart
 from semantic.domain.events import (
     Event,
     Failed,
@@ -12,6 +13,8 @@ from semantic.domain.events import (
     TextDelta,
     ThinkingDelta,
     ToolCallDelta,
+    ToolCallEnded,
+    ToolCallStarted,
     Usage,
 )
 from semantic.domain.reply_format import (
@@ -32,7 +35,7 @@ from semantic.domain.reply_format import (
     ReplyFormat,
 )
 from semantic.domain.sampling import FinishReason
-from tests.notations import APERTUS, DEEPSEEK, GLM, KIMI, NOTATIONS
+from tests.notations import APERTUS, DEEPSEEK, FUNCTIONARY, GLM, KIMI, NOTATIONS
 
 THINK = Markers("<think>", "</think>")
 WEATHER = ToolSpec(
@@ -106,6 +109,7 @@ TWO_CALLS = {
         '<|tools_prefix|>[{"get_weather": {"city": "Zürich", "days": 2}}, {"send": {}}]'
         "<|tools_suffix|>"
     ),
+    FUNCTIONARY: 'get_weather\n{"city": "Zürich", "days": 2}>>>send\n{}',
     HARMONY: (
         "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
         '{"city": "Zürich", "days": 2}<|call|><|start|>assistant to=functions.send'
@@ -125,6 +129,8 @@ MISHAPS = (
     "```tool_code\nimport os\n``` text",
     "<start_function_call>call:send{a:}<end_function_call>",
     '<|tool_call>call:send{a:<|"|>x}<tool_call|>',
+    "hi >>>send\n[1]",
+    "[send(a=[1, f], b=2)] ok",
     "<|channel|>commentary to=functions.send<|message|>print(1)<|call|>",
     "<|channel|>final<|message|>done<|return|><|channel|>analysis",
 )
@@ -180,3 +186,33 @@ def _join(events: list[Event], event: Event) -> None:
 def text_of(events: Sequence[Event]) -> str:
     """All text of a reply."""
     return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
+def calls_of(events: Sequence[Event]) -> list[tuple[str, object]]:
+    """The calls of a reply."""
+    message = fold_message(events)
+    return [(p.name, p.arguments) for p in message.parts if isinstance(p, ToolUsePart)]
+
+
+def check_calls(events: Sequence[Event]) -> None:
+    """Every call starts, gives one JSON object and ends, before anything else comes."""
+    arguments: str | None = None
+    num_calls = 0
+    for event in events:
+        match event:
+            case ToolCallStarted(index):
+                assert arguments is None
+                assert index == num_calls
+                arguments, num_calls = "", num_calls + 1
+            case ToolCallDelta(index, more):
+                assert arguments is not None
+                assert index == num_calls - 1
+                arguments += more
+            case ToolCallEnded(index):
+                assert arguments is not None
+                assert index == num_calls - 1
+                assert isinstance(json.loads(arguments), dict)
+                arguments = None
+            case _:
+                assert arguments is None
+    assert arguments is None

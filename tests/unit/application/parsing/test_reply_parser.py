@@ -11,7 +11,6 @@ from semantic.application.parsing import ReplyParser, fold_message
 from semantic.domain.chat import Message, Role, TextPart, ThinkingPart, ToolUsePart
 from semantic.domain.errors import BackendError
 from semantic.domain.events import (
-    Event,
     Failed,
     Finished,
     PrefillProgress,
@@ -38,7 +37,7 @@ from semantic.domain.reply_format import (
     ReplyFormat,
 )
 from semantic.domain.sampling import FinishReason
-from tests.notations import NOTATIONS
+from tests.notations import FUNCTIONARY, NOTATIONS
 from tests.unit.application.parsing.parsing_rig import (
     END,
     FORMATS,
@@ -46,6 +45,8 @@ from tests.unit.application.parsing.parsing_rig import (
     THINK,
     TOOLS,
     TWO_CALLS,
+    calls_of,
+    check_calls,
     parse,
     text_of,
 )
@@ -59,40 +60,12 @@ FRAGMENTS = [
     *TWO_CALLS.values(),
     *MISHAPS,
     "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "```",
+    ">>>", "all\n", "send\n", "print(", "call:send{", "a=", "<escape>", ", ", "]", "'",
     "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "analysis", "final", "\n",
     '{"name": "send"', '"arguments": {', "hello ", "[send(", "<function=send>", "\\", '"',
     " ", "{", "}", "é",
 ]  # fmt: skip
 replies = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=8), max_size=8).map("".join)
-
-
-def calls_of(events: list[Event]) -> list[tuple[str, object]]:
-    message = fold_message(events)
-    return [(p.name, p.arguments) for p in message.parts if isinstance(p, ToolUsePart)]
-
-
-def check_calls(events: list[Event]) -> None:
-    """Every call starts, gives one JSON object and ends, before anything else comes."""
-    arguments: str | None = None
-    num_calls = 0
-    for event in events:
-        match event:
-            case ToolCallStarted(index):
-                assert arguments is None
-                assert index == num_calls
-                arguments, num_calls = "", num_calls + 1
-            case ToolCallDelta(index, more):
-                assert arguments is not None
-                assert index == num_calls - 1
-                arguments += more
-            case ToolCallEnded(index):
-                assert arguments is not None
-                assert index == num_calls - 1
-                assert isinstance(json.loads(arguments), dict)
-                arguments = None
-            case _:
-                assert arguments is None
-    assert arguments is None
 
 
 @pytest.mark.parametrize("tools", NOTATIONS.values(), ids=NOTATIONS)
@@ -281,14 +254,15 @@ def test_a_call_that_was_cut_off_is_never_complete_and_never_text(
             "<tool_call><function=send><parameter=a>\n1\n</parameter><parameter=b>\n<p>2",
             '{"a": 1',
         ),
-        (PYTHONIC, "[send(a=[1, 2], b='x, y", '{"a": [1, 2]'),
-        (PYTHONIC, "[send(a=[1, 2", "{"),
+        (PYTHONIC, "[send(a=[1, 2], b='x, y", '{"a": [1, 2], "b": "x, y'),
+        (PYTHONIC, "[send(a=[1, 2", '{"a": [1'),
         (GEMMA_CODE, "```tool_code\nprint(send(a=1, b=", '{"a": 1'),
         (
             FUNCTION_GEMMA,
-            "<start_function_call>call:send{a:{b:1,c:2},d:<escape>x,y",
-            '{"a": {"b": 1, "c": 2}',
+            "<start_function_call>call:send{a:{b:1,c:2},d:<escape>x,y<esc",
+            '{"a": {"b": 1, "c": 2}, "d": "x,y',
         ),
+        (FUNCTIONARY, 'send\n{"a": "x', '{"a": "x'),
         (
             HARMONY,
             '<|channel|>commentary to=functions.send<|message|>{"a": "b',
@@ -379,19 +353,41 @@ def test_python_values_of_all_kinds() -> None:
     ]
 
 
-@pytest.mark.parametrize("value", ["f()", "1e999", "b'x'", "{1: 2}", "x + y", "-1e999", "..."])
-def test_python_that_is_no_literal_is_text(value: str) -> None:
-    text = f"[send(a={value})]"
-    assert parse(text, ReplyFormat(PYTHONIC)) == [TextDelta(text), END]
+@pytest.mark.parametrize("name", ['"send"', '["send"]', "{}", "null"])
+def test_a_name_after_the_arguments_must_be_that_of_a_tool(name: str) -> None:
+    text = f'<tool_call>{{"arguments": {{"a": 1}}, "name": {name}}}</tool_call>'
+    events = parse(text, ReplyFormat())
+    assert calls_of(events) == ([("send", {"a": 1})] if name == '"send"' else [])
 
 
-def test_gemmas_nested_values() -> None:
-    text = (
-        "<start_function_call>call:send{a:{b:[1,<escape>x, y}<escape>,true]},c:word}"
-        "<end_function_call>"
-    )
-    events = parse(text, ReplyFormat(FUNCTION_GEMMA))
-    assert calls_of(events) == [("send", {"a": {"b": [1, "x, y}", True]}, "c": "word"})]
+# -- text with markup as calls have -----------------------------------------------------------
+
+ADDRESSED = ReplyFormat(FUNCTIONARY)
+
+
+@pytest.mark.parametrize(
+    "text, said, calls",
+    [
+        ("all\nHello", "Hello", []),
+        (">>>all\nHello", "Hello", []),
+        ("all\nHello >>> 1 + 1\n>>>nobody\n{}", "Hello >>> 1 + 1\n>>>nobody\n{}", []),
+        ("Hello, all\n", "Hello, all\n", []),
+        ("al", "al", []),
+        ('all\nLet me look.\n>>>send\n{"a": 1}', "Let me look.", [("send", {"a": 1})]),
+        ('send\n{"a": 1}\n>>>all\nDone.', "Done.", [("send", {"a": 1})]),
+        ("send\n{}>>>send\n{}", "", [("send", {}), ("send", {})]),
+        ("send\nprint(1)", "send\nprint(1)", []),
+    ],
+)
+def test_text_and_calls_are_addressed(text: str, said: str, calls: list[object]) -> None:
+    for cuts in ((), range(len(text))):
+        events = parse(text, ADDRESSED, cuts=cuts)
+        assert text_of(events) == said
+        assert calls_of(events) == calls
+
+
+def test_the_address_of_text_is_markup_without_tools_too() -> None:
+    assert parse("all\nHello >>>all", ADDRESSED, tools=()) == [TextDelta("Hello >>>all"), END]
 
 
 # -- thinking ---------------------------------------------------------------------------------

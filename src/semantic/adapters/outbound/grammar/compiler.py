@@ -87,9 +87,9 @@ def _body(lark: Lark, shape: ReplyShape) -> str:
 
 def _answer(lark: Lark, shape: ReplyShape, output: OutputFormat | None) -> str:
     rule = "TEXT" if output is None else _output(lark, output)
-    if shape.format.tools != HARMONY:
-        return rule
-    return f"{lark.markers(*FINAL_HEADER)} {rule}"
+    if shape.format.tools == HARMONY:
+        return f"{lark.markers(*FINAL_HEADER)} {rule}"
+    return f"{lark.literal(shape.format.tools.before_text)} {rule}".lstrip()
 
 
 def _thinking(lark: Lark, shape: ReplyShape) -> str:

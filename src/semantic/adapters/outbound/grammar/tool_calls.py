@@ -232,6 +232,21 @@ class CallGrammar:
         return lark.rule("gemma_value", f"{string} | {number} | gemma_object | gemma_list")
 
 
+class AddressedGrammar(CallGrammar):
+    """Text has markup as calls have, and the prompt ends with what precedes the first name."""
+
+    def several(self) -> str:
+        return "call_rest call*"
+
+    def one(self) -> str:
+        return "call_rest"
+
+    def among_text(self) -> str:
+        lark, notation = self._lark, self._notation
+        calls = f"{lark.text_until(notation.before_name)} {self.several()}"
+        return f"({self.several()} | {lark.literal(notation.before_text)} (TEXT | {calls}))"
+
+
 class HarmonyGrammar(CallGrammar):
     """Calls are messages to a function on the commentary channel."""
 
@@ -255,8 +270,9 @@ class HarmonyGrammar(CallGrammar):
 
 def call_grammar(notation: CallNotation, lark: Lark, tools: Sequence[ToolSpec]) -> CallGrammar:
     """Add the rules for calls of these tools to a grammar."""
-    has_channels = notation.style is ArgumentStyle.CHANNELS
-    return (HarmonyGrammar if has_channels else CallGrammar)(notation, lark, tools)
+    if notation.style is ArgumentStyle.CHANNELS:
+        return HarmonyGrammar(notation, lark, tools)
+    return (AddressedGrammar if notation.before_text else CallGrammar)(notation, lark, tools)
 
 
 def call_exits(notation: CallNotation, tools: Sequence[ToolSpec]) -> tuple[str, ...]:

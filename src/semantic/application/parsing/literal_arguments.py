@@ -1,0 +1,171 @@
+"""Converts arguments in the notations of Python and Gemma to a JSON object while they stream.
+
+``(city="Zürich", days=2)`` and ``{city:<escape>Zürich<escape>,days:2}`` become ``{"city": "Zürich",
+"days": 2}``. Nothing is executed.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+
+from semantic.application.parsing.call_blocks import json_or_text
+from semantic.application.parsing.json_arguments import LITERALS, MAX_WORD, JsonArguments
+from semantic.domain.sampling import num_undecided
+
+_IDENTIFIER = re.compile(r"[^\W\d]\w*")
+_PLAIN = re.compile(r"[^\"'\\\x00-\x1f]+")
+_ESCAPES: Mapping[str, str] = {
+    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v",
+    "\\": "\\", "'": "'", '"': '"', "\n": "",
+}  # fmt: skip
+_NUM_HEX = {"x": 2, "U": 8}
+_HEX = re.compile(r"[0-9a-fA-F]*")
+_OCTAL = re.compile(r"[0-7]{1,3}")
+_MAX_CODE = 0x10FFFF
+
+
+def _in_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def python_scalar(word: str) -> str:
+    """Return a number or literal of Python as JSON; empty if it is neither."""
+    if word in LITERALS:
+        return LITERALS[word]
+    try:
+        return str(int(word, 0))
+    except ValueError:
+        pass
+    try:
+        number = float(word)
+    except ValueError:
+        return ""
+    return json.dumps(number) if math.isfinite(number) else ""
+
+
+class PythonArguments(JsonArguments):
+    """The `ArgumentParser` of keyword arguments with literals as values."""
+
+    opening = "()"
+    brackets: Mapping[str, tuple[str, str]] = {**JsonArguments.brackets, "(": (")", "[]")}
+    word = re.compile(r"[\w+.\-]+")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_raw = False
+
+    @property
+    def _colon(self) -> str:
+        return "=" if len(self._stack) == 1 else ":"
+
+    def _bare_key(self, text: str, at: int) -> int:
+        match = _IDENTIFIER.match(text, at)
+        if match is None or len(self._stack) > 1 or len(match[0]) > MAX_WORD:
+            return self._break()
+        if match.end() == len(text):
+            return 0
+        self._hold_key(match[0])
+        return len(match[0])
+
+    def _scalar(self, word: str) -> str:
+        return python_scalar(word)
+
+    # -- strings --------------------------------------------------------------------------------
+
+    def _quote_at(self, text: str, at: int) -> str | None:
+        prefix = text[at] if text[at] in "rRuU" else ""
+        begin = at + len(prefix)
+        quote = text[begin : begin + 1]
+        if not quote or quote not in "\"'":
+            return "" if quote else None
+        following = text[begin : begin + 3]
+        if following == quote * 3:
+            return prefix + following
+        return None if following == quote * len(following) else prefix + quote
+
+    def _begin(self, quote: str, *, is_key: bool) -> int:
+        self._is_raw = quote[0] in "rR"
+        super()._begin(quote.lstrip("rRuU"), is_key=is_key)
+        return len(quote)
+
+    def _string(self, text: str, at: int) -> int:
+        char = text[at]
+        if char == "\\":
+            return self._escape(text, at)
+        if text.startswith(self._quote, at):
+            return self._end_string()
+        if self._quote.startswith(text[at : at + len(self._quote)]):
+            return 0  # the beginning of a triple quote
+        plain = _PLAIN.match(text, at)
+        return self._read(plain[0] if plain else char, len(plain[0]) if plain else 1)
+
+    def _read(self, content: str, size: int) -> int:
+        self._content(self._lone_surrogate() + _in_json(content))
+        return size
+
+    def _escape(self, text: str, at: int) -> int:
+        if at + 1 == len(text):
+            return 0
+        char = text[at + 1]
+        if self._is_raw:
+            return self._read("\\" + char, 2)
+        if char in _ESCAPES:
+            return self._read(_ESCAPES[char], 2)
+        if char == "u":
+            return self._unicode_escape(text, at)
+        return self._code_escape(text, at)
+
+    def _code_escape(self, text: str, at: int) -> int:
+        r"""Read ``\x41``, ``\U0001F600`` or ``\101``; any other backslash is taken literally."""
+        char, begin = text[at + 1], at + 2
+        if octal := _OCTAL.match(text, at + 1):
+            is_open = octal.end() == len(text) and len(octal[0]) < 3
+            return 0 if is_open else self._read(chr(int(octal[0], 8)), 1 + len(octal[0]))
+        num_digits = _NUM_HEX.get(char, 0)
+        digits = _HEX.match(text[begin : begin + num_digits])
+        found = digits[0] if digits and num_digits else ""
+        if num_digits and begin + len(found) == len(text) and len(found) < num_digits:
+            return 0
+        if len(found) < max(1, num_digits) or (code := int(found, 16)) > _MAX_CODE:
+            return self._read("\\", 1)
+        is_surrogate = 0xD800 <= code < 0xE000
+        return self._read("\ufffd" if is_surrogate else chr(code), 2 + num_digits)
+
+
+class GemmaArguments(JsonArguments):
+    """The `ArgumentParser` of objects without quotes around keys, and a marker around strings."""
+
+    word = re.compile(r"[^,}\]\s]+")
+    bare_key = re.compile(r"[^:,{}\[\]]+")
+
+    def __init__(self, quote: str) -> None:
+        super().__init__()
+        self._marker = quote
+
+    def _quote_at(self, text: str, at: int) -> str | None:
+        rest = text[at : at + len(self._marker)]
+        if rest == self._marker:
+            return rest
+        return None if self._marker.startswith(rest) else ""
+
+    def _bare_key(self, text: str, at: int) -> int:
+        match = self.bare_key.match(text, at)
+        if match is None or len(match[0]) > MAX_WORD:
+            return self._break()
+        if match.end() == len(text):
+            return 0
+        self._hold_key(match[0].strip())
+        return len(match[0])
+
+    def _scalar(self, word: str) -> str:
+        return json.dumps(json_or_text(word), ensure_ascii=False)
+
+    def _string(self, text: str, at: int) -> int:
+        end = text.find(self._marker, at)
+        if end == at:
+            return self._end_string()
+        if end < 0:
+            end = len(text) - num_undecided(text[at:], (self._marker,))
+        self._content(_in_json(text[at:end]))
+        return end - at
