@@ -49,6 +49,7 @@ PUBLISHED: Mapping[str, PublishedTemplate] = {
         ("DeepSeek V3.2", "deepseek-ai-DeepSeek-V3.2", _SENTENCE_END),
         ("DeepSeek V4", "deepseek-ai-DeepSeek-V4", _SENTENCE_END),
         ("Functionary 3.1", "meetkai-functionary-medium-v3.1", _LLAMA_ENDS),
+        ("Functionary 3.2", "meetkai-functionary-medium-v3.2", _LLAMA_ENDS),
         ("Gemma 4", "google-gemma-4-31B-it", ("<turn|>", "<|tool_response>")),
         ("GigaChat 3.1", "GigaChat3.1-10B-A1.8B", ("<|message_sep|>",)),
         ("GLM 4.5, 4.6", "GLM-4.6", _GLM_ENDS),

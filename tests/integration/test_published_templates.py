@@ -1,10 +1,12 @@
 """Replies as the chat templates of published models write them: parsed, enforced and replayed."""
 
 import itertools
+import json
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ from semantic.application.prompt.replay import (
     keys_to_remember,
     prompt_digest,
 )
-from semantic.application.prompt.template_probe import probe
+from semantic.application.prompt.template_probe import TemplateTraits, probe
 from semantic.domain.chat import (
     ChatRequest,
     JsonObject,
@@ -84,6 +86,11 @@ def format_of(name: str) -> ReplyFormat:
 _FORMATS: dict[str, ReplyFormat] = {}
 
 
+@cache
+def traits_of(name: str) -> TemplateTraits:
+    return probe(PUBLISHED[name].tokenizer)
+
+
 def num_calls(name: str) -> int:
     return 2 if format_of(name).tools.is_parallel and name != "GPT-OSS" else 1
 
@@ -95,9 +102,11 @@ def written(name: str, num: int) -> str:
     tokenizer, opener = PUBLISHED[name].tokenizer, format_of(name).tools.opener or '{"name"'
     if name == "GPT-OSS":
         opener = " to=functions"
+    as_text = traits_of(name).wants_json_text
+    given = [(n, json.dumps(a, ensure_ascii=False) if as_text else a) for n, a in CALLS[:num]]
     calls: list[JsonValue] = [
         {"id": f"call0000{i}", "type": "function", "function": {"name": n, "arguments": a}}
-        for i, (n, a) in enumerate(CALLS[:num])
+        for i, (n, a) in enumerate(given)
     ]
     asked: JsonObject = {"role": "user", "content": WEATHER_ASKED.text}
     reply: JsonObject = {"role": "assistant", "content": "", "tool_calls": calls}
@@ -108,6 +117,8 @@ def written(name: str, num: int) -> str:
     text = tokenizer.render_chat([asked, reply], tools, add_generation_prompt=False)
     turn = text[text.rindex(WEATHER_ASKED.text) :]
     turn = turn[turn.index(opener) :]
+    if format_of(name).tools.before_text:  # the prompt ends with the opener
+        turn = turn.removeprefix(opener)
     for end in PUBLISHED[name].ends:
         turn = turn.partition(end)[0]
     return turn.rstrip()
@@ -148,13 +159,17 @@ def check_parsing(name: str) -> None:
     """However the text is cut, the calls are the same."""
     num = num_calls(name)
     calls = written(name, num)
-    text = calls if name in ("GPT-OSS", "Llama 3") else f"Let me look.\n{calls}"
+    notation = format_of(name).tools
+    said = f"{notation.before_text}Let me look.\n"
+    if notation.before_text:
+        said += notation.before_name
+    text = calls if name in ("GPT-OSS", "Llama 3") else said + calls
     rng = random.Random(name)  # noqa: S311 - a test's choice
     cut_at_random = [sorted(rng.choices(range(len(text)), k=12)) for _ in range(20)]
     for cuts in ([], range(len(text)), *cut_at_random):
         message = parse(text, format_of(name), cuts)
         assert calls_of(message) == CALLS[:num]
-        assert message.text == text.removesuffix(calls).strip()
+        assert message.text == ("Let me look." if text != calls else "")
 
 
 def check_grammar(name: str) -> None:
@@ -210,6 +225,19 @@ def check_replay(name: str) -> None:
     assert second.tokens[: len(whole)] == whole
 
 
+def test_functionary_writes_text_and_calls_as_the_model_does() -> None:
+    name, said = "Functionary 3.2", "Let me look."
+    tokenizer, notation = PUBLISHED[name].tokenizer, format_of(name).tools
+    renderer, request = Renderer(tokenizer), ChatRequest("m", (WEATHER_ASKED,), TOOLS)
+    text = f"{notation.before_text}{said}{notation.before_name}{written(name, 2)}"
+    reply = parse(text, format_of(name), [])
+    assert (reply.text, calls_of(reply)) == (said, CALLS)
+    answers = results(text_result("0", "sunny"), text_result("1", "sent"))
+    later = replace(request, messages=(WEATHER_ASKED, reply, answers))
+    whole = (*renderer.render(request).tokens, *tokenizer.encode(f"{text}<|eot_id|>"))
+    assert renderer.render(later).tokens[: len(whole)] == whole
+
+
 # -- the documentation --------------------------------------------------------------------------
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "model-onboarding.md"
@@ -246,7 +274,7 @@ def row(name: str) -> str:
                 sample(reply_format.tools),
                 "yes" if reply_format.tools.is_parallel else "no",
                 f"{code(thinking.start)} {code(thinking.end)}" if thinking else "",
-                "template" if probe(PUBLISHED[name].tokenizer).has_tools else "server",
+                "template" if traits_of(name).has_tools else "server",
             )
         )
         + " |"

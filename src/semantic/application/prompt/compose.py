@@ -171,9 +171,10 @@ class Composer:
         return replace(whole, content=_joined([text, calls_text(calls, notation or HERMES)], "\n"))
 
     def _call(self, use: ToolUsePart) -> JsonObject:
+        arguments = self._arguments(use)
         function: JsonObject = {
             "name": self._special.guard(use.name),
-            "arguments": self._arguments(use),
+            "arguments": _line(arguments) if self._traits.wants_json_text else arguments,
         }
         return {"id": self._id(use.id), "type": "function", "function": function}
 

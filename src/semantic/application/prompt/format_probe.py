@@ -129,8 +129,23 @@ class _FormatProbe:
         between, is_parallel, _ = paired.after.partition(_NAMES[1]) if paired else ("", "", "")
         notation = alone.repeated(between) if is_parallel else alone.notation()
         has_cdata = CDATA.start in (self.probe.tokenizer.chat_template or "")
-        notation = replace(notation, has_cdata=has_cdata)
+        notation = replace(self._addressed(notation), has_cdata=has_cdata)
         return notation if _is_usable(notation) else None
+
+    def _addressed(self, notation: CallNotation) -> CallNotation:
+        """Add the markup of text, if the prompt ends with what precedes every name."""
+        marker = notation.separator
+        before_text = self.answer.removeprefix(self.prompt).partition(_SAID)[0]
+        is_addressed = (
+            not (notation.start + notation.before_name)
+            and bool(marker.strip())
+            and self.prompt.endswith(marker)
+            and self.answer.startswith(self.prompt + before_text)
+            and re.fullmatch(r"\w+", before_text.removesuffix(notation.after_name)) is not None
+        )
+        if not is_addressed:
+            return notation
+        return replace(notation, before_name=marker, separator="", before_text=before_text)
 
     def _reply(self, message: JsonObject, thinking: Markers | None) -> str:
         """Render a reply, without thinking and without what every reply ends with."""

@@ -5,8 +5,9 @@ conversations consist of unique words; a feature is supported if its words appea
 text, in the order of the input.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 
 from semantic.domain.blocks import common_prefix
@@ -18,6 +19,7 @@ from semantic.ports.text import TokenizerPort
 _DAYS = (date(2001, 2, 3), date(2012, 11, 10))
 _LONG_IDS = ("call_firstprobe", "call_secondprobe")
 _SHORT_IDS = ("probe0001", "probe0002")
+_ARGUMENTS: JsonObject = {"word": "probearg"}
 _FUNCTION: JsonObject = {
     "name": "probetool",
     "description": "A probe.",
@@ -35,6 +37,7 @@ class TemplateTraits:
 
     Attributes:
         wants_parts: Content must be a list of parts instead of a string.
+        wants_json_text: Arguments of calls must be JSON text instead of an object.
         has_system: A leading system message is shown before the first user message.
         has_system_anywhere: Later system messages are shown at their position.
         is_alternating: Two consecutive messages of one role are refused.
@@ -48,6 +51,7 @@ class TemplateTraits:
     """
 
     wants_parts: bool
+    wants_json_text: bool
     has_system: bool
     has_system_anywhere: bool
     is_alternating: bool
@@ -75,6 +79,7 @@ def probe(tokenizer: TokenizerPort) -> TemplateTraits:
     thought = _assistant("probesaid", reasoning_content="probemused", thinking="probemused")
     return TemplateTraits(
         wants_parts=ask.wants_parts,
+        wants_json_text=ask.wants_json_text,
         has_system=has_system,
         has_system_anywhere=ask.shows(a, b, system, c) and ask.shows(a, system),
         is_alternating=not ask.shows(a, _user("probemore")),
@@ -126,6 +131,7 @@ class TemplateProbe:
     tokenizer: TokenizerPort
     wants_parts: bool = False
     functions: Sequence[JsonObject] = (_FUNCTION,)
+    wants_json_text: bool = False
 
     @classmethod
     def of(
@@ -133,7 +139,15 @@ class TemplateProbe:
     ) -> "TemplateProbe":
         asked = _user("probeask")
         wants_parts = not cls(tokenizer).shows(asked) and cls(tokenizer, True).shows(asked)
-        return cls(tokenizer, wants_parts, functions)
+        ask = cls(tokenizer, wants_parts, functions)
+        return replace(ask, wants_json_text=ask._refuses_objects())
+
+    def _refuses_objects(self) -> bool:
+        """Whether arguments appear as JSON only if they are text: objects fail, or look Python."""
+        messages = (_user("probeask"), _calling(_SHORT_IDS[0]))
+        shown = self.text(messages, has_tools=True)
+        as_text = replace(self, wants_json_text=True).text(messages, has_tools=True)
+        return json.dumps(_ARGUMENTS) in as_text and (not shown or repr(_ARGUMENTS) in shown)
 
     def text(
         self,
@@ -145,6 +159,8 @@ class TemplateProbe:
         today: date | None = None,
     ) -> str:
         shown = [in_parts(message) if self.wants_parts else message for message in messages]
+        if self.wants_json_text:
+            shown = [_with_json_text(message) for message in shown]
         try:
             return self.tokenizer.render_chat(
                 shown,
@@ -174,6 +190,16 @@ class TemplateProbe:
 def in_parts(message: JsonObject) -> JsonObject:
     """Return a template's message with its content as a list of one text part."""
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _with_json_text(message: JsonObject) -> JsonObject:
+    calls = message.get("tool_calls")
+    written: list[JsonValue] = [
+        {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+        for call in (calls if isinstance(calls, list) else ())
+        if isinstance(call, dict) and isinstance(function := call["function"], dict)
+    ]
+    return {**message, "tool_calls": written} if written else message
 
 
 def _has_tools(
@@ -232,7 +258,7 @@ def _calling(*ids: str) -> JsonObject:
         {
             "id": call_id,
             "type": "function",
-            "function": {"name": "probetool", "arguments": {"word": "probearg"}},
+            "function": {"name": "probetool", "arguments": _ARGUMENTS},
         }
         for call_id in ids
     ]
