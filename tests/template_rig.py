@@ -73,9 +73,12 @@ PUBLISHED: Mapping[str, PublishedTemplate] = {
         ("Mistral Nemo", "mistralai-Mistral-Nemo-Instruct-2407", _EOS),
         ("Mistral Small 3.2", "Mistral-Small-3.2-24B-Instruct-2506", _EOS),
         ("Nemotron Nano 2", "NVIDIA-Nemotron-Nano-v2", ("<SPECIAL_12>",)),
+        ("Phi-4-mini", "convention-Phi-4-mini", ("<|end|>", "<|endoftext|>")),
         ("Qwen 2.5, 3", "Qwen-Qwen3-0.6B", _IM_END),
         ("Qwen3-Coder, 3.5; Nemotron 3", "Qwen3-Coder", _IM_END),
         ("Seed-OSS", "ByteDance-Seed-OSS", ("<seed:eos>",)),
+        ("SmolLM3", "convention-SmolLM3", _IM_END),
+        ("SmolLM3, template by Unsloth", "HuggingFaceTB-SmolLM3-3B", _IM_END),
         ("Solar Open", "upstage-Solar-Open-100B", ("<|end|>", "<|calls|>")),
         ("Step 3.5", "StepFun3.5-Flash", _IM_END),
     )

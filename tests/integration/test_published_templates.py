@@ -74,7 +74,7 @@ WEATHER_ASKED = Message.of(Role.USER, "What is the weather?")
 # changes, and the reply cannot be replayed.
 CHANGED = ("Command R+", "DeepSeek R1 distilled", "DeepSeek V3.2", "Gemma 4", "Nemotron Nano 2")
 # The templates of these models write no calls: the models' documentation shows the notation.
-UNWRITTEN = ("Granite 3.3", "LFM2")
+UNWRITTEN = ("Granite 3.3", "LFM2", "Phi-4-mini", "SmolLM3", "SmolLM3, template by Unsloth")
 
 
 def format_of(name: str) -> ReplyFormat:

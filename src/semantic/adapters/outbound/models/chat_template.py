@@ -63,8 +63,9 @@ class ChatTemplate:
         """
         self._limits = limits
         self._processes: LimitedProcesses | None = None
+        self._has_tools_in_system = False
         if source is not None:
-            _check(source)
+            self._has_tools_in_system = _reads_tools_of_system(_parse(source))
             setup = source, dict(values)
             self._processes = LimitedProcesses(__name__, setup, "rendering a chat template", limits)
 
@@ -88,9 +89,12 @@ class ChatTemplate:
             raise InvalidRequestError("this model has no chat template.", param="messages")
         # Models use different names for the switch; templates ignore unknown variables.
         switches = {} if is_thinking is None else dict.fromkeys(_SWITCHES, is_thinking)
+        if tools and self._has_tools_in_system:
+            messages = _with_tools(messages, tools)
         variables = {
             "messages": list(messages),
             "tools": list(tools) or None,
+            **({"xml_tools": list(tools)} if tools else {}),  # the name in SmolLM3's template
             "add_generation_prompt": add_generation_prompt,
             **switches,
         }
@@ -140,7 +144,24 @@ def template_source(directory: Path, config: JsonObject) -> str | None:
     return source if isinstance(source, str) else None
 
 
-def _check(source: str) -> None:
+def _reads_tools_of_system(tree: nodes.Template) -> bool:
+    """Whether a template takes tools from a message (Phi-4-mini) instead of a variable."""
+    if any(name.name == "tools" for name in tree.find_all(nodes.Name)):
+        return False
+    items = (node.arg for node in tree.find_all(nodes.Getitem))
+    names = {arg.value for arg in items if isinstance(arg, nodes.Const)}
+    return "tools" in names | {node.attr for node in tree.find_all(nodes.Getattr)}
+
+
+def _with_tools(messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> list[JsonObject]:
+    """Return messages with the tools as JSON text in the system message, the first one."""
+    listed = json.dumps([tool.get("function") for tool in tools], ensure_ascii=False)
+    has_system = bool(messages) and messages[0].get("role") == "system"
+    system: JsonObject = messages[0] if has_system else {"role": "system", "content": ""}
+    return [{**system, "tools": listed}, *messages[has_system:]]
+
+
+def _parse(source: str) -> nodes.Template:
     """Reject an invalid template without compiling it, which would evaluate its constants."""
     environment = _environment()
     try:
@@ -155,6 +176,7 @@ def _check(source: str) -> None:
         raise InvalidRequestError(
             f"the model's chat template is not valid: {error}", param="model"
         ) from error
+    return tree
 
 
 def _clock(today: date | None) -> Callable[[str], str]:

@@ -128,3 +128,28 @@ def test_a_process_that_was_killed_while_idle_refuses_nothing() -> None:
     process.kill()
     await_that(lambda: process.status() == psutil.STATUS_ZOMBIE)
     assert template.render(MESSAGES) == "hi"
+
+
+TOOL: JsonObject = {"type": "function", "function": {"name": "é"}}
+SYSTEM: JsonObject = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    "source, messages, shown",
+    [
+        ("{{ tools[0].function.name }}", MESSAGES, "é"),
+        ("{{ xml_tools[0].function.name }}", MESSAGES, "é"),
+        ("{{ messages[0]['tools'] }}", [SYSTEM, *MESSAGES], '[{"name": "é"}]'),
+        ("{{ messages[0].role ~ messages[0].tools }}", MESSAGES, 'system[{"name": "é"}]'),
+        ("{{ 'tools' in messages[0] and messages[0].tools ~ tools }}", MESSAGES, "False"),
+    ],
+)
+def test_a_template_gets_the_tools_where_it_reads_them(
+    source: str, messages: list[JsonObject], shown: str
+) -> None:
+    assert ChatTemplate(source, {}).render(messages, [TOOL]) == shown
+
+
+@pytest.mark.parametrize("source", ["{{ xml_tools is defined }}", "{{ 'tools' in messages[0] }}"])
+def test_without_tools_a_template_gets_none(source: str) -> None:
+    assert rendered(source) == "False"
