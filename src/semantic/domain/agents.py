@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from semantic.domain.blocks import BlockName, pack_tokens
 from semantic.domain.chat import Message, ServiceClass, ToolSpec
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.events import Usage
+from semantic.domain.events import CacheMiss, Usage
 from semantic.domain.sampling import FinishReason
 
 LOCAL_TENANT = "local"
@@ -177,6 +177,10 @@ class Turn:
             continues that conversation.
         model: The model that replied; empty in turns of older servers, which did not log it.
         reason: Why its reply ended; None if that was not logged.
+        tools: Name and digest of each tool in its prompt; empty if the turn continues its parent,
+            whose tools are the same.
+        is_thinking: Whether its prompt asked for thinking; None leaves that to the model.
+        miss: Why its prompt did not reuse an earlier turn's KV cache; None if it did.
     """
 
     id: str
@@ -196,6 +200,9 @@ class Turn:
     divergence: Divergence | None = None
     model: str = ""
     reason: FinishReason | None = None
+    tools: tuple[tuple[str, str], ...] = ()
+    is_thinking: bool | None = None
+    miss: CacheMiss | None = None
 
     @property
     def holds_all_messages(self) -> bool:

@@ -291,6 +291,19 @@ class Continuation:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheComparison:
+    """Asks for an explanation of what the prompt reuses, compared with an earlier turn.
+
+    Attributes:
+        turn_id: The earlier turn; None means the latest turn of the conversation.
+        is_first: Whether there is no earlier turn; the request only asks for what is reused.
+    """
+
+    turn_id: str | None = None
+    is_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class AgentHint:
     """What a request says about the agent it belongs to.
 
@@ -303,6 +316,7 @@ class AgentHint:
             one after another.
         is_ephemeral: Whether the request leaves nothing behind: no turn, no text and no KV cache.
             It may read those of its agent and does not change them.
+        comparison: Which earlier turn to compare the prompt with; None compares nothing.
     """
 
     agent_id: str | None = None
@@ -311,6 +325,7 @@ class AgentHint:
     previous_turn: str | None = None
     continuation: Continuation | None = None
     is_ephemeral: bool = False
+    comparison: CacheComparison | None = None
 
 
 class ServiceClass(enum.Enum):

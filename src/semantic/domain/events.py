@@ -1,5 +1,6 @@
-"""Events of a reply, from `Started` to `Finished` or `Failed`, and its token usage."""
+"""Events of a reply, from `Started` to `Finished` or `Failed`; token usage and cache misses."""
 
+import enum
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -31,6 +32,84 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
+class MissReason(enum.Enum):
+    """Why a prompt did not reuse the KV cache of an earlier turn."""
+
+    # The request differs from that of the earlier turn.
+    MODEL_CHANGED = "model_changed"
+    TOOLS_CHANGED = "tools_changed"
+    SYSTEM_CHANGED = "system_changed"
+    MESSAGES_CHANGED = "messages_changed"
+    PARAMETERS_CHANGED = "parameters_changed"
+    RENDERED_DIFFERENTLY = "rendered_differently"
+    # The prompt continues the earlier turn, but its KV cache is missing or unusable.
+    NOT_STORED = "not_stored"
+    EVICTED = "evicted"
+    DAMAGED = "damaged"
+    FORMAT_CHANGED = "format_changed"
+    SLOW_TO_READ = "slow_to_read"
+    # The earlier turn cannot be compared.
+    NOT_FOUND = "previous_not_found"
+    UNAVAILABLE = "unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMiss:
+    """The reason why tokens of an earlier turn are computed again.
+
+    Attributes:
+        num_tokens: Tokens computed again that would have been reused otherwise; an estimate until
+            the prompt is computed.
+        detail: What changed, in words.
+        names: Names of the tools that changed; of many, the first ones.
+
+    Example:
+        >>> detail = "tool list changed: 1 tool added at position 2"
+        >>> CacheMiss(MissReason.TOOLS_CHANGED, 1204, detail).text
+        'tool list changed: 1 tool added at position 2, 1,204 tokens recomputed'
+    """
+
+    reason: MissReason
+    num_tokens: int
+    detail: str
+    names: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        if not self.num_tokens:
+            return self.detail
+        return f"{self.detail}, {self.num_tokens:,} tokens recomputed"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What a prompt reused, compared with an earlier turn; made for requests that ask for it.
+
+    Attributes:
+        turn_id: The earlier turn; None if there is none to compare with.
+        miss: Why tokens of that turn were computed again; None if they were not.
+        hot: Tokens from an open sequence; `pool` and `disk` are from blocks in memory and on disk.
+    """
+
+    turn_id: str | None
+    miss: CacheMiss | None
+    hot: int
+    pool: int
+    disk: int
+    computed: int
+
+    @property
+    def reused(self) -> int:
+        return self.hot + self.pool + self.disk
+
+    @property
+    def text(self) -> str:
+        if self.miss is not None:
+            return self.miss.text
+        counts = f"{self.reused:,} tokens reused, {self.computed:,} computed"
+        return counts if self.turn_id else f"no earlier turn to compare with, {counts}"
+
+
 @dataclass(frozen=True, slots=True)
 class Started:
     """The prompt is rendered and queued; the first event, except for `ModelProgress`.
@@ -39,6 +118,8 @@ class Started:
         sampling: The sampling parameters in effect, including the model's defaults.
         fingerprint: Changes when the server may answer the same seed differently.
         num_marked: Tokens of the prompt up to the last mark of `ChatRequest.num_marked`.
+        change: How the request differs from that of an earlier turn; None if it does not, or if the
+            request asks for no `CacheComparison`.
     """
 
     request_id: str
@@ -47,6 +128,7 @@ class Started:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     fingerprint: str | None = None
     num_marked: int = 0
+    change: CacheMiss | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +231,14 @@ class Finished:
     Attributes:
         is_durable: Whether the turn and its KV cache are on disk; None if the server did not
             promise that. Also False if the turn could not be logged.
+        cache: What the prompt reused; None unless the request asks for a `CacheComparison`.
     """
 
     reason: FinishReason
     usage: Usage
     stop_sequence: str | None = None
     is_durable: bool | None = None
+    cache: CacheReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

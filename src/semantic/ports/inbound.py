@@ -7,7 +7,14 @@ from typing import Protocol
 
 from semantic.domain.agents import Agent, Principal, Reuse, Tier, Turn
 from semantic.domain.blocks import BlockName
-from semantic.domain.chat import ChatRequest, Message, OutputFormat, Thinking, ToolChoice
+from semantic.domain.chat import (
+    CacheComparison,
+    ChatRequest,
+    Message,
+    OutputFormat,
+    Thinking,
+    ToolChoice,
+)
 from semantic.domain.events import Event, Usage
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import Compute
@@ -141,6 +148,7 @@ class NewTurn:
 
     Attributes:
         is_ephemeral: See `AgentHint`; such a turn does not wait for others of the agent.
+        comparison: See `AgentHint`.
     """
 
     messages: tuple[Message, ...]
@@ -150,6 +158,7 @@ class NewTurn:
     output_format: OutputFormat | None = None
     thinking: Thinking | None = None
     is_ephemeral: bool = False
+    comparison: CacheComparison | None = None
 
 
 class StatefulInferencePort(Protocol):

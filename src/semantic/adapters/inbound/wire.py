@@ -13,14 +13,16 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+from typing_extensions import TypedDict
 
-from semantic.domain.chat import ToolChoice, ToolMode, ToolSpec
+from semantic.domain.chat import CacheComparison, ToolChoice, ToolMode, ToolSpec
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.events import Finished
+from semantic.domain.events import CacheReport, Finished
 from semantic.domain.sampling import UNSET_SAMPLING, SamplingParams
 
 NO_LIMIT = -1  # clients of llama.cpp and vLLM send it for "no limit"
 EPHEMERAL = "true leaves nothing behind: no turn, no text and no KV cache"
+EXPLAIN = "true adds `cache_explain` to the usage: what the prompt reused, and why not more"
 MAX_MESSAGES = 10_000
 MAX_ENTRIES = 1024  # in any list other than messages and their parts
 _MAX_PARTS = 10_000  # in all messages together
@@ -174,10 +176,19 @@ def client_params(client_param: Callable[..., str | None], *about: object) -> It
 
 def is_ephemeral(header: str | None) -> bool:
     """Read the header `X-Agent-Ephemeral`; None means that the request has none."""
+    return _is_true(header, "X-Agent-Ephemeral")
+
+
+def comparison_of(header: str | None) -> CacheComparison | None:
+    """Read the header `X-Cache-Explain`; None means that the request has none."""
+    return CacheComparison() if _is_true(header, "X-Cache-Explain") else None
+
+
+def _is_true(header: str | None, param: str) -> bool:
     values = {None: False, "false": False, "0": False, "true": True, "1": True}
     value = header.strip().lower() if header is not None else None
     if value not in values:
-        raise InvalidRequestError("it must be true or false.", param="X-Agent-Ephemeral")
+        raise InvalidRequestError("it must be true or false.", param=param)
     return values[value]
 
 
@@ -185,6 +196,41 @@ def refuse(is_given: object, param: str, why: str) -> None:
     """Raise `InvalidRequestError` about a field if `is_given` is true."""
     if is_given:
         raise InvalidRequestError(why, param=param)
+
+
+class CacheExplanation(TypedDict):
+    """Our extension of the vendors' usage, for requests with the header `X-Cache-Explain`."""
+
+    reason: str | None
+    text: str
+    missed_tokens: Count
+    changed_tools: list[str]
+    compared_with: str | None
+    hot: Count
+    pool: Count
+    disk: Count
+    computed: Count
+
+
+def explanation_of(report: CacheReport) -> CacheExplanation:
+    """Format what a prompt reused, and why not more."""
+    miss = report.miss
+    return {
+        "reason": miss.reason.value if miss else None,
+        "text": report.text,
+        "missed_tokens": miss.num_tokens if miss else 0,
+        "changed_tools": list(miss.names) if miss else [],
+        "compared_with": report.turn_id,
+        "hot": report.hot,
+        "pool": report.pool,
+        "disk": report.disk,
+        "computed": report.computed,
+    }
+
+
+def explained(finished: Finished) -> dict[str, Any]:
+    """Return the field `cache_explain`; empty unless the request asks for it."""
+    return {"cache_explain": explanation_of(finished.cache)} if finished.cache else {}
 
 
 def durable_json(replies: Iterable[Finished]) -> dict[str, object]:

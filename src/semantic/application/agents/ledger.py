@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
+from semantic.application.agents.comparison import num_common_messages
 from semantic.application.agents.storage_quota import StorageQuota, StoredRow
 from semantic.application.agents.turn_log import MAX_WALK, FinishedTurn, TurnLog
 from semantic.domain.agents import (
@@ -20,7 +21,7 @@ from semantic.domain.agents import (
     Principal,
     Turn,
 )
-from semantic.domain.chat import Continuation, Message
+from semantic.domain.chat import Continuation, Message, Role
 from semantic.domain.errors import AgentNotFoundError, ConflictError, QuotaExceededError
 from semantic.ports.sharing import AgentLeasesPort, AgentTablePort
 from semantic.ports.storage import (
@@ -38,6 +39,7 @@ from semantic.ports.storage import (
 
 ANONYMOUS_TTL_S = 24 * 3600.0
 _SALT_BYTES = 16
+_MAX_SEARCHED = 16  # agents whose conversations are compared with that of a new agent
 
 
 class AgentsInMemory:
@@ -261,6 +263,20 @@ class AgentLedger:
         turn = self.log.turn(agent.tenant, turn_id)
         parent = turn.parent if turn else None
         return back.rewind(parent, back.num_turns - 1, at=agent.last_used)
+
+    def likely_previous(self, tenant: str, messages: Sequence[Message]) -> Turn | None:
+        """Return the latest turn of the conversation that a new agent's messages seem to continue.
+
+        A client that changes its tools or system prompt gets a new agent. The conversation is
+        searched among the most recently used agents, by the messages after the system prompt.
+        """
+        if not any(message.role is Role.ASSISTANT for message in messages):
+            return None  # a new conversation
+        best, num_best = None, 0
+        for agent in self.agents(tenant)[:_MAX_SEARCHED]:
+            if (num := num_common_messages(self.conversation(agent), messages)) > num_best:
+                best, num_best = agent, num
+        return self.turn(tenant, best.head) if best and best.head else None
 
     def conversation(self, agent: Agent) -> list[Message]:
         return self.log.messages(agent.tenant, agent.head)

@@ -128,6 +128,15 @@ class AgentService:
             agent = self._agents.before(agent, before)
         return tuple(self._agents.turns(agent, limit))
 
+    def timeline(self, principal: Principal, agent_id: str, limit: int) -> tuple[Turn, ...]:
+        """Return an agent's turns in the order in which they were made, latest first.
+
+        Includes turns that the agent no longer continues, because a later prompt diverged from
+        them, for as long as they are stored.
+        """
+        agent = self._agents.get(principal.tenant, agent_id)
+        return tuple(self._agents.log.timeline(agent.tenant, agent.head, limit))
+
     def explain(
         self, principal: Principal, agent_id: str, turn_id: str | None = None
     ) -> Explanation:

@@ -15,6 +15,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
+from semantic.application.agents.comparison import (
+    MIN_MISSED,
+    CacheFacts,
+    RequestShape,
+    cache_miss,
+    model_change,
+    request_change,
+    tool_digests,
+)
 from semantic.domain.agents import (
     Agent,
     Divergence,
@@ -25,9 +34,9 @@ from semantic.domain.agents import (
     conversation_digest,
 )
 from semantic.domain.blocks import BlockName, common_prefix
-from semantic.domain.chat import Continuation, Message, Role
+from semantic.domain.chat import Continuation, Message, Role, ToolSpec
 from semantic.domain.errors import CachePersistenceError
-from semantic.domain.events import Usage
+from semantic.domain.events import CacheMiss, MissReason, Usage
 from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import PastTurn
 from semantic.ports.storage import (
@@ -63,6 +72,10 @@ class FinishedTurn:
         continuation: The turn it continues, if the server keeps the conversation.
         epoch: Epoch of the agent's lease; None if no lease is needed.
         num_dropped: Messages dropped to make room, where the client keeps the conversation.
+        tools: The tools of the request.
+        is_thinking: Whether the request asks for thinking; None leaves that to the model.
+        facts: What the engine found in the cache; None if unknown.
+        previous: The turn that the conversation seems to continue, if its agent is new.
     """
 
     prompt: Sequence[int]
@@ -78,6 +91,10 @@ class FinishedTurn:
     reason: FinishReason | None = None
     epoch: int | None = None
     num_dropped: int = 0
+    tools: Sequence[ToolSpec] = ()
+    is_thinking: bool | None = None
+    facts: CacheFacts | None = None
+    previous: str | None = None
 
 
 class TurnLog:
@@ -198,6 +215,20 @@ class TurnLog:
             head = held.parent
         return found
 
+    def timeline(self, tenant: str, head: str | None, limit: int) -> list[Turn]:
+        """Return up to `limit` turns in the order in which they were made, latest first.
+
+        Unlike `turns`, this follows a turn whose prompt diverged to the turn it diverged from, as
+        long as that is stored.
+        """
+        found: list[Turn] = []
+        while head is not None and (turn := self.turn(tenant, head)) is not None:
+            found.append(turn)
+            if len(found) == limit:
+                break
+            head = turn.divergence.turn_id if turn.divergence else turn.parent
+        return found
+
     def ancestry(self, tenant: str, head: str | None, until: str) -> Iterator[str]:
         while head is not None:
             with self._lock:
@@ -230,7 +261,9 @@ class TurnLog:
         num_said = parent.num_messages if parent and not going_on.is_edited else 0
         messages = finished.messages if finished.is_stored else finished.messages[:num_said]
         start = parent.num_tokens if parent and is_prefix else 0
-        return Turn(
+        is_whole = finished.is_stored and not start
+        divergence = self._divergence(agent, finished)
+        turn = Turn(
             id=finished.turn_id or turn_id(secrets.token_hex(12)),
             parent=parent.id if parent else None,
             agent_id=agent.id,
@@ -244,10 +277,27 @@ class TurnLog:
             num_messages=len(messages),
             digest=conversation_digest(tokens),
             num_dropped=going_on.num_dropped + finished.num_dropped,
-            divergence=self._divergence(agent, finished.prompt),
+            divergence=divergence,
             model=finished.model,
             reason=finished.reason,
+            tools=tool_digests(finished.tools) if is_whole else (),
+            is_thinking=finished.is_thinking,
         )
+        before = parent if divergence is None else self.turn(agent.tenant, divergence.turn_id)
+        miss = self._miss(agent.tenant, before, finished, divergence) if before else None
+        return turn if miss is None else replace(turn, miss=miss)
+
+    def change(
+        self, tenant: str, before: Turn, prompt: Sequence[int], model: str, now: RequestShape
+    ) -> CacheMiss | None:
+        """Return how a request differs from that of an earlier turn; None if its prompt goes on.
+
+        The result is `UNAVAILABLE` if the text of the earlier turn is not stored.
+        """
+        if _begins_with(prompt, before):
+            return model_change(before.model, model, before.num_tokens)
+        old = self.tokens(tenant, before.id)
+        return self._change(tenant, before, common_prefix(old, prompt), prompt, model, now)
 
     def continued(self, agent: Agent, prompt: Sequence[int]) -> tuple[Turn | None, int]:
         """Return an agent's latest turn that a prompt continues, and the number of turns up to it.
@@ -262,11 +312,59 @@ class TurnLog:
                 return turn, agent.num_turns - index
         return None, 0
 
-    def _divergence(self, agent: Agent, prompt: Sequence[int]) -> Divergence | None:
-        head = self.turn(agent.tenant, agent.head) if agent.head else None
+    def _divergence(self, agent: Agent, finished: FinishedTurn) -> Divergence | None:
+        before, prompt = agent.head or finished.previous, finished.prompt
+        head = self.turn(agent.tenant, before) if before else None
         if head is None or _begins_with(prompt, head):
             return None
         return Divergence(head.id, common_prefix(self.tokens(agent.tenant, head.id), prompt))
+
+    # -- cache misses ---------------------------------------------------------------------------
+
+    def _miss(
+        self, tenant: str, before: Turn, finished: FinishedTurn, divergence: Divergence | None
+    ) -> CacheMiss | None:
+        """Return why tokens of the turn before were computed again; None if they were not."""
+        prompt, reuse, facts = finished.prompt, finished.reuse, finished.facts
+        if divergence is not None:
+            tools = tool_digests(finished.tools)
+            now = RequestShape(finished.messages[:-1], tools, finished.is_thinking)
+            found = self._change(tenant, before, divergence.index, prompt, finished.model, now)
+            found = _with_dropped(found, finished)
+        elif facts is None or before.num_tokens - reuse.reused < MIN_MISSED:
+            return None  # the usual case
+        else:
+            found = cache_miss(before, finished.model, len(prompt), facts)
+        if found is None or not min(found.num_tokens, reuse.computed):
+            return None
+        return replace(found, num_tokens=min(found.num_tokens, reuse.computed))
+
+    def _change(
+        self,
+        tenant: str,
+        before: Turn,
+        index: int,
+        prompt: Sequence[int],
+        model: str,
+        now: RequestShape,
+    ) -> CacheMiss | None:
+        """Compare with a turn whose tokens differ from the prompt at `index`."""
+        other = model_change(before.model, model, min(before.num_tokens, len(prompt)))
+        if other is not None:
+            return other
+        if (old := self._shape(tenant, before)) is None:
+            detail = "the text of the previous turn is not stored"
+            return CacheMiss(MissReason.UNAVAILABLE, 0, detail)
+        return request_change(old, now, min(before.num_tokens, len(prompt)) - index)
+
+    def _shape(self, tenant: str, turn: Turn) -> RequestShape | None:
+        turns = self._back_to(tenant, turn.id, lambda one: one.holds_all_tokens)
+        if not turns or not turns[0].holds_all_tokens:
+            return None
+        messages = self.messages(tenant, turn.id)
+        if len(messages) != turn.num_messages:
+            return None
+        return RequestShape(messages, turns[0].tools, turn.is_thinking)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -318,6 +416,15 @@ def _begins_with(prompt: Sequence[int], turn: Turn) -> bool:
     return conversation_digest(prompt[: turn.num_tokens]) == turn.digest
 
 
+def _with_dropped(miss: CacheMiss | None, finished: FinishedTurn) -> CacheMiss | None:
+    """Name the cause if messages differ because the server dropped the oldest ones."""
+    going_on = finished.continuation
+    num_dropped = finished.num_dropped + (going_on.num_dropped if going_on else 0)
+    if miss is None or miss.reason is not MissReason.MESSAGES_CHANGED or not num_dropped:
+        return miss
+    return replace(miss, detail=f"{num_dropped} of the oldest messages were dropped to make room")
+
+
 class PastTurns:
     """The content of finished turns.
 
@@ -360,7 +467,8 @@ class PastTurns:
         with self._log.settled():
             turn = self._turn(request_id, principal)
             if turn is not None:
-                self._log.put(principal.tenant, replace(turn, messages=(), tokens=()))
+                bare = replace(turn, messages=(), tokens=(), tools=(), miss=None)
+                self._log.put(principal.tenant, bare)
             return turn is not None
 
     def _turn(self, request_id: str, principal: Principal) -> Turn | None:

@@ -131,6 +131,7 @@ class PrefixReuse:
         plan: Restorable prefix; valid for the store version and number of tokens in `plan_basis`.
         prefetched_parts: Parts prefetched for this request while it waited.
         restore: Loads the prefix; the sequence cannot run until it is done.
+        num_stored: Tokens whose blocks were stored at the first admission, worth reading or not.
     """
 
     plan: RestorePlan | None = None
@@ -139,6 +140,7 @@ class PrefixReuse:
     restore: Restore | None = None
     num_failed_restores: int = 0
     reuse: Reuse = field(default_factory=Reuse)
+    num_stored: int = 0
     _is_counted: bool = False
 
     @property
@@ -154,6 +156,7 @@ class PrefixReuse:
         """Record the first admission only: a preempted request resumes state counted before."""
         if not self._is_counted:
             self._is_counted, self.reuse = True, reuse
+            self.num_stored = self.plan.end if self.plan else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -371,4 +374,6 @@ class Generation:
         pointer = self.sealing.pointer
         num_sealed = self.sealing.num_sealed if pointer else 0
         reply = tuple(self.tokens[self.num_prompt :])
-        return ReplyState(reply, pointer, num_sealed, self.prefix.reuse)
+        prefix = self.prefix
+        is_damaged = prefix.num_failed_restores > 0
+        return ReplyState(reply, pointer, num_sealed, prefix.reuse, prefix.num_stored, is_damaged)

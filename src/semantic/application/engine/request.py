@@ -125,12 +125,16 @@ class ReplyState:
     Attributes:
         block: The last sealed block; None if nothing was sealed.
         num_sealed: Tokens of prompt and reply whose state was sealed.
+        num_stored: Leading tokens of the prompt whose blocks were stored when it began.
+        is_damaged: Whether stored blocks of the prompt could not be read.
     """
 
     tokens: tuple[int, ...]
     block: BlockName | None
     num_sealed: int
     reuse: Reuse
+    num_stored: int = 0
+    is_damaged: bool = False
 
 
 EngineEvent: TypeAlias = Event | ReplyState

@@ -14,7 +14,8 @@
    they release the claim, publish an event to the feed, and start the agent's next turn.
 
 `stateful.py` precedes these steps if the server stores the conversation: it queues the turns of an
-agent, and drops the oldest messages when they no longer fit. `branches.py` sends
+agent, and drops the oldest messages when they no longer fit. `explain.py` compares a prompt with an
+earlier turn before the job is submitted, if the request asks for that. `branches.py` sends
 requests on behalf of models, which may ask, fork and compare agents within limits. Embedding
 requests also pass through `service.py`.
 """

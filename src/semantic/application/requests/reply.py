@@ -18,6 +18,7 @@ from semantic.domain.agents import Reuse
 from semantic.domain.chat import Message
 from semantic.domain.errors import SemanticError, internal_error
 from semantic.domain.events import (
+    CacheReport,
     Event,
     Failed,
     Finished,
@@ -62,6 +63,7 @@ class LiveReply:
 
     Attributes:
         state: The reply's tokens and sealed KV cache; None until the engine reports them.
+        report: Describes what the prompt reused; None unless the request asks for that.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class LiveReply:
             beginning: The beginning of the message, given by the client; not sent as an event.
         """
         self.state: ReplyState | None = None
+        self.report: Callable[[ReplyState], CacheReport] | None = None
         self._parser = parser
         self._on_cancel = on_cancel
         self._log = log
@@ -128,6 +131,8 @@ class LiveReply:
                 last = parsed
             else:
                 self._add(parsed)
+        if self.report is not None and self.state is not None:
+            last = replace(last, cache=self.report(self.state))
         if self._log is None or self.state is None:
             return last
         finished = FinishedReply(self.state, event, self._fold.message(), "".join(self._raw))

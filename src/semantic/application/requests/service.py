@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from semantic.application.agents.comparison import CacheFacts
 from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.running_turns import TurnWatch
@@ -23,6 +24,7 @@ from semantic.application.prompt.replay import (
     keys_to_remember,
     prompt_digest,
 )
+from semantic.application.requests.explain import CacheExplainer, PromptComparison
 from semantic.application.requests.identity import BusyAgents, Claim, Identities
 from semantic.application.requests.limits import Admission, RateLimits
 from semantic.application.requests.prepare import Preparation, PreparationThreads, PreparedRequest
@@ -92,6 +94,7 @@ class InferenceService:
         self._preparation = Preparation(
             device, agents, self._identities, replays, request_timeout_s=gate.timeout_s
         )
+        self._explainer = CacheExplainer(agents)
         self._threads = PreparationThreads(min(gate.timeout_s, _PREPARE_S))
         self._request_timeout_s = gate.timeout_s
         self._is_durable = is_durable
@@ -147,7 +150,10 @@ class InferenceService:
             prepared.job.trace.received = received
             if admission is not None:
                 admission.charge(prepared.identity.agent_id, len(prepared.job.tokens))
-            reply = self._submit(prepared, claim)
+            compared = None
+            if request.agent.comparison is not None:
+                compared = await self._threads.run(self._explainer.compare, prepared)
+            reply = self._submit(prepared, claim, compared)
             if admission is not None:
                 reply.on_end(admission.end)
         except BaseException:
@@ -158,11 +164,20 @@ class InferenceService:
         else:
             return reply
 
-    def _submit(self, prepared: PreparedRequest, claim: Claim) -> LiveReply:
+    def _submit(
+        self, prepared: PreparedRequest, claim: Claim, compared: PromptComparison | None
+    ) -> LiveReply:
         job, shape = prepared.job, prepared.shape
         model, usage = prepared.model, Usage(prompt_tokens=len(job.tokens))
-        fingerprint, num_marked = model.system_fingerprint, prepared.num_marked
-        started = Started(job.id, model.id, usage, job.sampling, fingerprint, num_marked)
+        started = Started(
+            job.id,
+            model.id,
+            usage,
+            job.sampling,
+            model.system_fingerprint,
+            prepared.num_marked,
+            compared.change if compared else None,
+        )
         parser = ReplyParser(
             shape.format,
             shape.allowed_tools,
@@ -181,6 +196,7 @@ class InferenceService:
             thinking=prepared.thinking,
             beginning=prepared.request.beginning,
         )
+        reply.report = compared.report if compared else None
         self._hub.open(job.id, reply)
         job.trace.queued, job.trace.max_tokens = time.monotonic(), job.max_tokens
         try:
@@ -297,6 +313,10 @@ class InferenceService:
             model=prepared.model.id,
             reason=finished.event.reason,
             num_dropped=request.num_dropped,
+            tools=request.tools,
+            is_thinking=request.thinking.is_enabled if request.thinking else None,
+            facts=CacheFacts(job.root, left.reuse, left.num_stored, left.is_damaged),
+            previous=self._likely_previous(prepared),
         )
         identity = prepared.identity
         turn, done = self._agents.commit(
@@ -309,6 +329,14 @@ class InferenceService:
         ending = (*job.tokens[-16:], *left.tokens[-16:])
         self._identities.note(tenant, identity.agent_id, turn, ending)
         return turn, done
+
+    def _likely_previous(self, prepared: PreparedRequest) -> str | None:
+        """Return the turn that the first turn of a new agent seems to continue, if any."""
+        tenant, identity = prepared.principal.tenant, prepared.identity
+        if identity.fork or self._agents.find_agent(tenant, identity.agent_id):
+            return None
+        turn = self._agents.likely_previous(tenant, prepared.request.messages)
+        return turn.id if turn else None
 
     def _remember(self, prepared: PreparedRequest, finished: FinishedReply) -> None:
         tokens, stop = finished.state.tokens, prepared.request.stop

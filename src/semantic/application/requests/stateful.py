@@ -173,6 +173,7 @@ class StatefulChat:
                 agent.id,
                 continuation=conversation.continuation,
                 is_ephemeral=ask.is_ephemeral,
+                comparison=ask.comparison,
             ),
             service_class=agent.service_class,
             is_continued=ask.messages[-1].role is Role.ASSISTANT,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from semantic.adapters.inbound.agents.views import MessageOut, ReplyOut, ReuseOut, UsageOut
 from semantic.adapters.inbound.http.errors import openai_body
 from semantic.adapters.inbound.http.streaming import Json, ReplySet, data
+from semantic.adapters.inbound.wire import explained
 from semantic.application.agents.turn_log import turn_id
 from semantic.application.parsing import MessageFold
 from semantic.domain.agents import Reuse, Turn
@@ -84,6 +85,7 @@ class ReplyWriter:
             reuse=ReuseOut.of(turn.reuse if turn else Reuse()),
             dropped_messages=turn.num_dropped if turn else 0,
             durable=finished.is_durable,
+            **explained(finished),
         ).model_dump(mode="json")
 
 

@@ -39,6 +39,7 @@ from semantic.domain.agents import (
     check_agent_id,
 )
 from semantic.domain.chat import (
+    CacheComparison,
     ChoiceFormat,
     JsonFormat,
     Message,
@@ -309,7 +310,9 @@ class Generate(_Schema):
     def client_param(self, param: str | None) -> str | None:
         return "message" if param == "messages" and self.message is not None else param
 
-    def to_domain(self, *, is_ephemeral: bool) -> NewTurn:
+    def to_domain(
+        self, *, is_ephemeral: bool = False, comparison: CacheComparison | None = None
+    ) -> NewTurn:
         messages = [NewMessage(content=self.message)] if self.message is not None else self.messages
         return NewTurn(
             messages=tuple(message.to_domain() for message in messages or ()),
@@ -320,6 +323,7 @@ class Generate(_Schema):
             tool_choice=tool_choice_of(self.tool_choice),
             output_format=self.response_format.to_domain() if self.response_format else None,
             is_ephemeral=is_ephemeral,
+            comparison=comparison,
         )
 
 

@@ -32,6 +32,8 @@ from semantic.adapters.inbound.agents.views import (
     AgentOut,
     ExplanationOut,
     ImportedOut,
+    Timeline,
+    TimelineEntry,
     TurnList,
     TurnOut,
 )
@@ -43,7 +45,13 @@ from semantic.adapters.inbound.http.streaming import (
     answer,
     unless_disconnected,
 )
-from semantic.adapters.inbound.wire import EPHEMERAL, client_params, is_ephemeral
+from semantic.adapters.inbound.wire import (
+    EPHEMERAL,
+    EXPLAIN,
+    client_params,
+    comparison_of,
+    is_ephemeral,
+)
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
 from semantic.domain.agents import Principal, Turn
@@ -134,6 +142,7 @@ class AgentApi:
         )
         add(f"{one}/rewind", self.rewind, methods=["POST"], responses=refusals(400, 404, 503))
         add(f"{one}/turns", self.turns, methods=["GET"], responses=refusals(400, 404))
+        add(f"{one}/timeline", self.timeline, methods=["GET"], responses=refusals(400, 404))
         add(f"{one}/explain", self.explain, methods=["GET"], responses=refusals(400, 404))
         return router
 
@@ -185,6 +194,16 @@ class AgentApi:
         next_page = turns[-1].id if has_more else None
         return TurnList(data=[TurnOut.of(turn) for turn in turns], next=next_page)
 
+    def timeline(
+        self, agent_id: AgentPath, limit: Annotated[int, Query(ge=1, le=100)] = 30
+    ) -> Timeline:
+        """List what each turn reused and computed, and why, latest first.
+
+        Includes turns from which a later prompt diverged, for as long as they are stored.
+        """
+        turns = self._agents.timeline(self._principal(), agent_id, limit)
+        return Timeline(data=[TimelineEntry.of(turn) for turn in turns])
+
     def explain(
         self,
         agent_id: AgentPath,
@@ -202,12 +221,15 @@ class AgentApi:
         body: Generate,
         http: Request,
         x_agent_ephemeral: Annotated[str | None, Header(description=EPHEMERAL)] = None,
+        x_cache_explain: Annotated[str | None, Header(description=EXPLAIN)] = None,
     ) -> Response:
         """Answer new messages in the agent's conversation, whole or as a stream.
 
         Turns of one agent run in the order in which they were requested.
         """
-        ask = body.to_domain(is_ephemeral=is_ephemeral(x_agent_ephemeral))
+        ask = body.to_domain(
+            is_ephemeral=is_ephemeral(x_agent_ephemeral), comparison=comparison_of(x_cache_explain)
+        )
         starting = self._inference.generate(self._principal(), agent_id, ask)
         with client_params(body.client_param):
             reply = await unless_disconnected(starting, http)

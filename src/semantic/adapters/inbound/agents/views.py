@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self, get_args, get_origin
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from semantic.adapters.inbound.wire import CacheExplanation
 from semantic.domain.agents import Agent, Reuse, Tier
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import (
@@ -21,6 +22,7 @@ from semantic.domain.chat import (
     ToolResultPart,
     ToolUsePart,
 )
+from semantic.domain.events import MissReason
 from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import Explanation
 
@@ -219,6 +221,17 @@ class MessageOut(View):
     )
 
 
+class MissOut(View):
+    """Why a prompt did not reuse the KV cache of an earlier turn."""
+
+    reason: MissReason = Field(examples=["tools_changed"])
+    missed_tokens: int = Field(validation_alias="num_tokens", examples=[11204])
+    changed_tools: list[str] = Field(validation_alias="names", examples=[["grep", "glob", "ls"]])
+    text: str = Field(
+        examples=["tool list changed: 3 tools added at position 2, 11,204 tokens recomputed"]
+    )
+
+
 class TurnOut(View):
     """One turn: its messages, and the tokens it used and reused."""
 
@@ -238,6 +251,7 @@ class TurnOut(View):
     )
     usage: UsageOut
     reuse: ReuseOut
+    miss: MissOut | None
     dropped_messages: int = Field(validation_alias="num_dropped", examples=[0])
     starts_anew: bool = Field(examples=[False])
 
@@ -248,6 +262,24 @@ class TurnList(View):
     object: Literal["list"] = "list"
     data: list[TurnOut]
     next: str | None = Field(examples=[EXAMPLE_TURN])
+
+
+class TimelineEntry(View):
+    """What the prompt of one turn reused and computed, and why it did not reuse more."""
+
+    turn_id: str = Field(validation_alias="id", examples=[EXAMPLE_TURN])
+    agent_id: str = Field(examples=["coder"])
+    created_at: float = Field(examples=[1767225661.5])
+    prompt_tokens: int = Field(validation_alias=AliasPath("usage", "prompt_tokens"), examples=[724])
+    reuse: ReuseOut
+    miss: MissOut | None
+
+
+class Timeline(View):
+    """Turns in the order in which they were made, latest first."""
+
+    object: Literal["list"] = "list"
+    data: list[TimelineEntry]
 
 
 class ReplyOut(View):
@@ -269,6 +301,10 @@ class ReplyOut(View):
         description="whether the turn is durable on disk; null unless durability is sync",
         examples=[True],
     )
+    cache_explain: CacheExplanation | None = Field(
+        None,
+        description="what the prompt reused, and why not more; null without `X-Cache-Explain`",
+    )
 
 
 class DivergenceOut(View):
@@ -289,6 +325,7 @@ class ExplanationOut(View):
     turn_id: str | None = Field(examples=[EXAMPLE_TURN])
     prompt_tokens: int = Field(examples=[724])
     reuse: ReuseOut
+    miss: MissOut | None
     diverged: DivergenceOut | None
     next: StateOut
     note: str = Field(
@@ -305,6 +342,7 @@ class ExplanationOut(View):
             turn_id=turn.id if turn else None,
             prompt_tokens=turn.usage.prompt_tokens if turn else 0,
             reuse=ReuseOut.of(turn.reuse if turn else Reuse()),
+            miss=MissOut.of(turn.miss) if turn and turn.miss else None,
             diverged=DivergenceOut.of(divergence) if divergence else None,
             next=StateOut.of(explanation.state),
             note=explanation.note,
@@ -323,6 +361,8 @@ def _summary(explanation: Explanation) -> str:
     )
     if divergence is not None:
         text += f" It diverged from the stored conversation at token {divergence.index:,}."
+    if turn.miss is not None:
+        text += f" {turn.miss.text[0].upper()}{turn.miss.text[1:]}."
     if turn.num_dropped:
         text += f" {turn.num_dropped} of the oldest messages were dropped to make room."
     state = explanation.state

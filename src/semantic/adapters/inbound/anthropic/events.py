@@ -13,14 +13,23 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from semantic.adapters.inbound.anthropic.requests import TOOL_ID_PREFIX
+from semantic.adapters.inbound.anthropic.requests import MESSAGE_ID_PREFIX, TOOL_ID_PREFIX
 from semantic.adapters.inbound.http.errors import anthropic_body
 from semantic.adapters.inbound.http.streaming import Json
-from semantic.adapters.inbound.wire import Count, Durable, Positive, durable_json
+from semantic.adapters.inbound.wire import (
+    CacheExplanation,
+    Count,
+    Durable,
+    Positive,
+    durable_json,
+    explained,
+)
 from semantic.domain.events import (
+    CacheMiss,
     Event,
     Failed,
     Finished,
+    MissReason,
     PrefillProgress,
     Started,
     TextDelta,
@@ -44,6 +53,14 @@ _STOP_REASONS = {
 }
 
 
+# The types without a count of tokens; the others have the vendor's own names.
+_MISS_TYPES = {
+    MissReason.PARAMETERS_CHANGED: "unavailable",
+    MissReason.UNAVAILABLE: "unavailable",
+    MissReason.NOT_FOUND: "previous_message_not_found",
+}
+
+
 # -- response bodies: the fields that are always present; replies may have more ----------------
 
 
@@ -55,6 +72,16 @@ class _PromptUsage(TypedDict):
 
 class _MessageUsage(_PromptUsage):
     output_tokens: Count
+    cache_explain: NotRequired[CacheExplanation]
+
+
+class _CacheMissReason(TypedDict):
+    type: str
+    cache_missed_input_tokens: NotRequired[Count]
+
+
+class _Diagnostics(TypedDict):
+    cache_miss_reason: _CacheMissReason
 
 
 class AnthropicMessage(TypedDict):
@@ -68,6 +95,7 @@ class AnthropicMessage(TypedDict):
     stop_reason: str | None
     stop_sequence: str | None
     usage: _MessageUsage
+    diagnostics: NotRequired[_Diagnostics | None]
     durable: NotRequired[Durable]
 
 
@@ -114,10 +142,20 @@ class MessageStream:
 
     Args:
         shows_thinking: If false, thinking blocks have a signature but no text.
+        has_diagnostics: Whether the message has the field `diagnostics`.
+        is_explained: Whether the usage at the end has the field `cache_explain`.
     """
 
-    def __init__(self, *, shows_thinking: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        shows_thinking: bool = True,
+        has_diagnostics: bool = False,
+        is_explained: bool = False,
+    ) -> None:
         self._shows_thinking = shows_thinking
+        self._has_diagnostics = has_diagnostics
+        self._is_explained = is_explained
         self._started: Started | None = None
         self._is_begun = False
         self._is_ended = False
@@ -153,16 +191,24 @@ class MessageStream:
         if self._is_begun or started is None:
             return
         self._is_begun = True
+        counted = self._usage(usage or started.usage)
         message: AnthropicMessage = {
-            "id": f"msg_{started.request_id}",
+            "id": f"{MESSAGE_ID_PREFIX}{started.request_id}",
             "type": "message",
             "role": "assistant",
             "model": started.model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {**self._usage(usage or started.usage), "output_tokens": 0},
+            "usage": {
+                "input_tokens": counted["input_tokens"],
+                "cache_creation_input_tokens": counted["cache_creation_input_tokens"],
+                "cache_read_input_tokens": counted["cache_read_input_tokens"],
+                "output_tokens": 0,
+            },
         }
+        if self._has_diagnostics:
+            message["diagnostics"] = _diagnostics(started.change)
         self._pending.append({"type": "message_start", "message": message})
 
     def _end(self, event: Finished) -> None:
@@ -172,6 +218,7 @@ class MessageStream:
             **self._usage(event.usage),
             "output_tokens": event.usage.completion_tokens,
             "output_tokens_details": {"thinking_tokens": event.usage.thinking_tokens},
+            **(explained(event) if self._is_explained else {}),
         }
         durable = durable_json([event])
         self._pending.append({"type": "message_delta", "delta": delta, "usage": usage, **durable})
@@ -280,6 +327,20 @@ def _parsed(block: dict[str, str]) -> Json | None:
         return {**block, "input": json.loads(block["input"])}
     except (ValueError, RecursionError):
         return None
+
+
+def _diagnostics(change: CacheMiss | None) -> _Diagnostics | None:
+    """Translate how a request differs; None if it does not, as far as the vendor compares."""
+    if change is None or change.reason is MissReason.RENDERED_DIFFERENTLY:
+        return None
+    kind = _MISS_TYPES.get(change.reason)
+    if kind is not None:
+        return {"cache_miss_reason": {"type": kind}}
+    reason: _CacheMissReason = {
+        "type": change.reason.value,
+        "cache_missed_input_tokens": change.num_tokens,
+    }
+    return {"cache_miss_reason": reason}
 
 
 def _prefill_usage(total: int, reused: int) -> Usage:

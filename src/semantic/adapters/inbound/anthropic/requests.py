@@ -22,6 +22,7 @@ from semantic.adapters.inbound.wire import (
     Schema,
     ToolSchema,
     client_params,
+    comparison_of,
     example,
     is_ephemeral,
     limit_parts,
@@ -30,9 +31,11 @@ from semantic.adapters.inbound.wire import (
     reply_limit,
     sampling_of,
 )
+from semantic.application.agents.turn_log import turn_id
 from semantic.domain.agents import check_agent_id
 from semantic.domain.chat import (
     AgentHint,
+    CacheComparison,
     ChatRequest,
     ImagePart,
     JsonFormat,
@@ -54,7 +57,7 @@ from semantic.domain.chat import (
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import MAX_REPLY_TOKENS, StopRules
 
-TOOL_ID_PREFIX = "toolu_"
+MESSAGE_ID_PREFIX, TOOL_ID_PREFIX = "msg_", "toolu_"
 _BILLING_PREFIX = "x-anthropic-billing-header:"
 
 _REQUIRED = {
@@ -372,6 +375,7 @@ class CountRequest(Schema):
             self.session_id,
             self._client_key(headers),
             is_ephemeral=is_ephemeral(headers.get("x-agent-ephemeral")),
+            comparison=comparison_of(headers.get("x-cache-explain")),
         )
 
     def _client_key(self, headers: Mapping[str, str]) -> str | None:
@@ -395,6 +399,16 @@ class CountRequest(Schema):
         return session if isinstance(session, str) and session else None
 
 
+class _Diagnostics(Schema):
+    previous_message_id: str | None = Field(None, max_length=256)
+
+    def to_domain(self) -> CacheComparison:
+        """Translate to the turn of a message; null only opts in, without a turn to compare."""
+        if self.previous_message_id is None:
+            return CacheComparison(is_first=True)
+        return CacheComparison(turn_id(self.previous_message_id.removeprefix(MESSAGE_ID_PREFIX)))
+
+
 class MessagesRequest(CountRequest):
     """The body of `POST /v1/messages`."""
 
@@ -407,6 +421,7 @@ class MessagesRequest(CountRequest):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    diagnostics: _Diagnostics | None = None
 
     @property
     def shows_thinking(self) -> bool:
@@ -422,6 +437,9 @@ class MessagesRequest(CountRequest):
         )
         num_heads = len(request.messages) - len(self.messages)
         request = replace(request, num_marked=self._num_marked(num_heads))
+        if self.diagnostics is not None:
+            compared = replace(request.agent, comparison=self.diagnostics.to_domain())
+            request = replace(request, agent=compared)
         with client_params(self.client_param, request):
             # A last message that cannot be continued is refused here, but not when counting tokens.
             return replace(request, is_continued=self.messages[-1].role == "assistant")

@@ -4,8 +4,9 @@ While no API keys are configured, keys in `x-api-key` and `Authorization` are ig
 """
 
 from collections.abc import Callable
+from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Header, Request
 from fastapi.responses import Response
 
 from semantic.adapters.inbound.anthropic.events import (
@@ -26,7 +27,7 @@ from semantic.adapters.inbound.http.streaming import (
     named_event,
     reply_or_stream,
 )
-from semantic.adapters.inbound.wire import client_params
+from semantic.adapters.inbound.wire import EXPLAIN, client_params, comparison_of
 from semantic.domain.agents import Principal
 from semantic.domain.events import Event, Failed
 from semantic.ports.inbound import InferencePort
@@ -39,12 +40,20 @@ def anthropic_router(inference: InferencePort, principal: Callable[[], Principal
     router = APIRouter(tags=["anthropic"], responses=_ERRORS)
 
     @router.post("/v1/messages", response_model=None, responses=reply_or_stream(AnthropicMessage))
-    async def create_message(body: MessagesRequest, http: Request) -> Response:
+    async def create_message(
+        body: MessagesRequest,
+        http: Request,
+        x_cache_explain: Annotated[str | None, Header(description=EXPLAIN)] = None,
+    ) -> Response:
         """Answer a conversation, whole or as a stream."""
         request = body.to_domain(http.headers)
         with client_params(body.client_param, request):
             replies = ReplySet([await inference.start(request, principal())])
-        stream = MessageStream(shows_thinking=body.shows_thinking)
+        stream = MessageStream(
+            shows_thinking=body.shows_thinking,
+            has_diagnostics=body.diagnostics is not None,
+            is_explained=comparison_of(x_cache_explain) is not None,
+        )
         if not body.stream:
             return await answer(http, _collect(replies, stream), replies)
 

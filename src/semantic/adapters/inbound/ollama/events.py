@@ -12,7 +12,7 @@ from semantic.adapters.inbound.http.streaming import Json, ReplySet, one_line
 from semantic.adapters.inbound.ollama.requests import context_of
 from semantic.adapters.inbound.openai.events import CollectedReply, scored_json
 from semantic.adapters.inbound.openai.fields import call_arguments, outer_call_id
-from semantic.adapters.inbound.wire import Count, durable_json
+from semantic.adapters.inbound.wire import CacheExplanation, Count, durable_json, explained
 from semantic.domain.events import (
     Event,
     Failed,
@@ -64,6 +64,7 @@ class _WholeReply(TypedDict):
     eval_count: NotRequired[Count]
     eval_duration: NotRequired[Count]
     cached_tokens: NotRequired[Count]
+    cache_explain: NotRequired[CacheExplanation]
     logprobs: NotRequired[list[Json]]
 
 
@@ -204,6 +205,7 @@ class OllamaWriter:
             eval_count=usage.completion_tokens,
             eval_duration=now - self._computed,
             cached_tokens=usage.cache_read_tokens,
+            **explained(finished),
             **durable_json([finished]),
         )
 

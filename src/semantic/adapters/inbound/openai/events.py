@@ -18,7 +18,14 @@ from semantic.adapters.inbound.http.streaming import Json, ReplySet
 from semantic.adapters.inbound.openai.custom_tools import CustomInput, input_text
 from semantic.adapters.inbound.openai.fields import outer_call_id
 from semantic.adapters.inbound.openai.requests import CompletionRequest
-from semantic.adapters.inbound.wire import Count, Durable, Positive, durable_json
+from semantic.adapters.inbound.wire import (
+    CacheExplanation,
+    Count,
+    Durable,
+    Positive,
+    durable_json,
+    explained,
+)
 from semantic.domain.events import (
     Event,
     Failed,
@@ -76,6 +83,7 @@ class ReplyUsage(TypedDict):
     total_tokens: Positive
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
+    cache_explain: NotRequired[CacheExplanation]
 
 
 class _ReplyFunction(TypedDict):
@@ -232,7 +240,7 @@ async def collect(replies: ReplySet, form: ReplyForm) -> Json:
     if len(finished) < len(collected):
         raise AssertionError("a reply ended without a final event")
     choices = [form.whole(index, reply) for index, reply in enumerate(collected)]
-    usage = _usage(finished, form.num_replies)
+    usage = {**_usage(finished, form.num_replies), **explained(finished[0])}
     return {**head, "choices": choices, "usage": usage, **durable_json(finished)}
 
 
@@ -273,7 +281,7 @@ class _ChunkWriter:
         if not self._has_usage:
             return done
         finished = [self._finished[index] for index in sorted(self._finished)]
-        usage = _usage(finished, self._form.num_replies)
+        usage = {**_usage(finished, self._form.num_replies), **explained(finished[0])}
         return streaming.data({**self._head, "choices": [], "usage": usage}) + done
 
 

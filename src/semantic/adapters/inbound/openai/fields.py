@@ -14,8 +14,10 @@ from pydantic import Field, Strict
 
 from semantic.adapters.inbound.wire import (
     EPHEMERAL,
+    EXPLAIN,
     Limited,
     Schema,
+    comparison_of,
     is_ephemeral,
     refuse,
     reply_limit,
@@ -196,8 +198,9 @@ def client_hint(
     session_id: _HeaderText = None,
     x_session_affinity: _HeaderText = None,
     x_agent_ephemeral: _Ephemeral = None,
+    x_cache_explain: Annotated[str | None, Header(description=EXPLAIN)] = None,
 ) -> AgentHint:
-    """Read the client's agent and session from the headers.
+    """Read the client's agent and session from the headers, and what else they ask for.
 
     The thread comes first: it belongs to one agent, while several may share a session.
     """
@@ -205,7 +208,10 @@ def client_hint(
         check_agent_id(x_agent_id, "X-Agent-ID")
     key = thread_id or session_id or x_session_affinity
     return AgentHint(
-        agent_id=x_agent_id, client_key=key, is_ephemeral=is_ephemeral(x_agent_ephemeral)
+        agent_id=x_agent_id,
+        client_key=key,
+        is_ephemeral=is_ephemeral(x_agent_ephemeral),
+        comparison=comparison_of(x_cache_explain),
     )
 
 

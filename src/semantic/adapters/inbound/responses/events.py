@@ -11,12 +11,21 @@ from semantic.adapters.inbound.http.streaming import Json
 from semantic.adapters.inbound.openai.custom_tools import CustomInput
 from semantic.adapters.inbound.openai.events import OutputDetails, PromptDetails, scored_json
 from semantic.adapters.inbound.openai.fields import outer_call_id
-from semantic.adapters.inbound.wire import Count, Durable, Positive, durable_json
+from semantic.adapters.inbound.wire import (
+    CacheExplanation,
+    Count,
+    Durable,
+    Positive,
+    durable_json,
+    explained,
+)
 from semantic.domain.errors import PoolExhaustedError, QuotaExceededError, RateLimitedError
 from semantic.domain.events import (
+    CacheReport,
     Event,
     Failed,
     Finished,
+    MissReason,
     Started,
     TextDelta,
     ThinkingDelta,
@@ -34,6 +43,16 @@ _LIMITS = (RateLimitedError, QuotaExceededError, PoolExhaustedError)
 _USED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 
 
+_MISS_REASONS = {
+    MissReason.MODEL_CHANGED: "model_changed",
+    MissReason.TOOLS_CHANGED: "tools_changed",
+    MissReason.SYSTEM_CHANGED: "input_changed",
+    MissReason.MESSAGES_CHANGED: "input_changed",
+    MissReason.RENDERED_DIFFERENTLY: "input_changed",
+    MissReason.PARAMETERS_CHANGED: "reasoning_effort_changed",
+}
+
+
 # -- response bodies: the fields that are always present; a response may have more -------------
 
 
@@ -43,6 +62,7 @@ class _Usage(TypedDict):
     output_tokens: Count
     output_tokens_details: OutputDetails
     total_tokens: Positive
+    cache_explain: NotRequired[CacheExplanation]
 
 
 class _OutputItem(TypedDict):
@@ -82,6 +102,7 @@ class ResponseBody(TypedDict):
     tool_choice: str | Json
     tools: list[Json]
     top_p: float | None
+    prompt_cache_diagnostics: NotRequired[Json]
     durable: NotRequired[Durable]
 
 
@@ -188,10 +209,24 @@ class _Item:
 class ResponseWriter:
     """Translates one reply's events to a response, kept in `response`. Not thread-safe."""
 
-    def __init__(self, settings: Json, *, wants_handles: bool = False) -> None:
-        """Start a response, which repeats the request's `settings`."""
+    def __init__(
+        self,
+        settings: Json,
+        *,
+        wants_handles: bool = False,
+        has_diagnostics: bool = False,
+        is_explained: bool = False,
+    ) -> None:
+        """Start a response, which repeats the request's `settings`.
+
+        Args:
+            has_diagnostics: Whether the response has `prompt_cache_diagnostics` at its end.
+            is_explained: Whether the usage has `cache_explain`.
+        """
         self.response: Json = settings
         self._wants_handles = wants_handles
+        self._has_diagnostics = has_diagnostics
+        self._is_explained = is_explained
         self._output: list[Json] = []
         self._item: _Item | None = None
         self._request_id = ""
@@ -264,7 +299,10 @@ class ResponseWriter:
     def _finish(self, event: Finished) -> None:
         is_cut = event.reason in _CUT_SHORT
         is_cancelled = event.reason is FinishReason.CANCELLED
-        ending: Json = {"usage": _usage(event.usage), **durable_json([event])}
+        told = explained(event) if self._is_explained else {}
+        ending: Json = {"usage": {**_usage(event.usage), **told}, **durable_json([event])}
+        if self._has_diagnostics and event.cache is not None:
+            ending["prompt_cache_diagnostics"] = _diagnostics(event.cache)
         if is_cut:
             ending["incomplete_details"] = {"reason": "max_output_tokens"}
         self._end("cancelled" if is_cancelled else "incomplete" if is_cut else "completed", ending)
@@ -342,6 +380,19 @@ class ResponseWriter:
         self._output.append(item.json(status))
         closed = {"output_index": item.index, "item": self._output[-1]}
         self._emit("response.output_item.done", closed)
+
+
+def _diagnostics(report: CacheReport) -> Json:
+    """Describe what a prompt reused, in the vendor's words, which know no loss of the cache."""
+    miss = report.miss
+    if miss is None:
+        return {"type": "cache_hit"}
+    if miss.reason is MissReason.NOT_FOUND:
+        return {"type": "comparison_response_not_found"}
+    reason = _MISS_REASONS.get(miss.reason)
+    if reason is None:
+        return {"type": "unavailable"}
+    return {"type": "cache_miss", "reason": reason, "cache_missed_tokens": miss.num_tokens}
 
 
 def _usage(usage: Usage) -> _Usage:

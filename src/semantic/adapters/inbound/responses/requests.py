@@ -24,6 +24,7 @@ from semantic.adapters.inbound.openai.fields import (
     inner_call_id,
     thinking_of,
 )
+from semantic.adapters.inbound.responses.events import PREFIX
 from semantic.adapters.inbound.wire import (
     MAX_MESSAGES,
     NO_LIMIT,
@@ -36,8 +37,10 @@ from semantic.adapters.inbound.wire import (
     refuse,
     renumber,
 )
+from semantic.application.agents.turn_log import turn_id
 from semantic.domain.chat import (
     AgentHint,
+    CacheComparison,
     ChatRequest,
     ImagePart,
     JsonFormat,
@@ -276,6 +279,10 @@ class _Reasoning(Schema):
     summary: str | None = None
 
 
+class _PromptCacheOptions(Schema):
+    comparison_response_id: str | None = Field(None, max_length=512)
+
+
 class ResponsesRequest(RequestFields):
     """The body of `POST /v1/responses`."""
 
@@ -297,6 +304,7 @@ class ResponsesRequest(RequestFields):
     metadata: Limited[dict[str, str] | None] = None
     user: str | None = None
     safety_identifier: str | None = None
+    prompt_cache_options: _PromptCacheOptions | None = None
     conversation: Any = None
     prompt: Any = None
 
@@ -368,10 +376,25 @@ class ResponsesRequest(RequestFields):
             stop=self.stop_rules(self.max_output_tokens),
             output_format=self.form(self._own_form(), "text.format"),
             thinking=thinking_of(self.reasoning.effort if self.reasoning else None),
-            agent=replace(self.hint(headers), previous_turn=past.turn_id if past else None),
+            agent=replace(
+                self.hint(headers),
+                previous_turn=past.turn_id if past else None,
+                comparison=self._comparison(headers),
+            ),
             is_stored=self.is_stored,
             is_continued=bool(self.input) and is_continuable(messages),
         )
+
+    @property
+    def comparison_id(self) -> str | None:
+        """The response to compare this one's prompt with; None if there is none."""
+        options = self.prompt_cache_options
+        return options.comparison_response_id if options else None
+
+    def _comparison(self, headers: AgentHint) -> CacheComparison | None:
+        if self.comparison_id is None:
+            return headers.comparison
+        return CacheComparison(turn_id(self.comparison_id.removeprefix(PREFIX)))
 
     def client_param(self, param: str | None, past: PastTurn | None) -> str | None:
         if param == "response_format":

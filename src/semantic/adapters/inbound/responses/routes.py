@@ -215,7 +215,12 @@ class ResponsesApi:
         with client_params(body.client_param, past):
             request = body.to_domain(hint, past)
             replies = ReplySet([await self._inference.start(request, self._principal())])
-        writer = ResponseWriter(settings_of(body), wants_handles=body.wants_handles)
+        writer = ResponseWriter(
+            settings_of(body),
+            wants_handles=body.wants_handles,
+            has_diagnostics=body.comparison_id is not None,
+            is_explained=hint.comparison is not None,
+        )
         run = ResponseRun(replies, writer, self._recent, is_stored=body.is_stored)
         if body.background:
             return await _in_background(run, self._recent, is_streamed=bool(body.stream))

@@ -55,7 +55,7 @@ from semantic.domain.chat import (
     json_fault,
 )
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.events import Usage
+from semantic.domain.events import CacheMiss, MissReason, Usage
 from semantic.domain.sampling import FinishReason
 
 _TAGS: dict[type, str] = {
@@ -68,6 +68,9 @@ _TAGS: dict[type, str] = {
 }
 # Stored in columns of the agent's row.
 _AGENT_KEY = ("id", "tenant")
+_MAX_DETAIL_CHARS = 10_000
+# Left out of a turn's row if they are empty, as in most turns.
+_OPTIONAL = ("tools", "is_thinking", "miss")
 
 _T = TypeVar("_T")
 
@@ -85,6 +88,9 @@ class TurnBody:
     divergence: Divergence | None = None
     model: str = ""
     reason: FinishReason | None = None
+    tools: tuple[tuple[str, str], ...] = ()
+    is_thinking: bool | None = None
+    miss: CacheMiss | None = None
 
     @classmethod
     def of(cls, turn: Turn) -> Self:
@@ -143,6 +149,12 @@ _part = _one_of(
         ToolResultPart: _schema(ToolResultPart, content=_tuple_of(_results)),
     }
 )
+_miss = _schema(
+    CacheMiss,
+    reason=Annotated[MissReason, _LISTED],
+    detail=Annotated[str, Field(max_length=_MAX_DETAIL_CHARS)],
+    names=_tuple_of(str, max_length=MAX_TOOLS),
+)
 _message = _schema(Message, role=Annotated[Role, _LISTED], parts=_tuple_of(_part))
 _TURN = TypeAdapter[TurnBody](
     _schema(
@@ -152,6 +164,8 @@ _TURN = TypeAdapter[TurnBody](
         reuse=_schema(Reuse),
         divergence=_schema(Divergence) | None,
         reason=Annotated[FinishReason, _LISTED] | None,
+        tools=_tuple_of(Annotated[tuple[str, str], _LISTED]),
+        miss=_miss | None,
     )
 )
 _label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
@@ -253,6 +267,8 @@ def _fields(value: Any) -> Any:
     stored = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Message) and not value.is_instruction:
         del stored["is_instruction"]
+    if isinstance(value, TurnBody):
+        stored = {k: v for k, v in stored.items() if k not in _OPTIONAL or v not in (None, ())}
     if isinstance(value, ToolUsePart):
         stored = {k: v for k, v in stored.items() if v or k not in ("is_cut", "is_custom")}
     tag = _TAGS.get(type(value))

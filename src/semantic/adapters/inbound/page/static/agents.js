@@ -5,6 +5,7 @@ import { Bar, Button, ReuseBar, Rows, Tier, ago, bytes, number, short, textOf } 
 import { HEIGHT, Line, layOut } from "./graph.js";
 import * as act from "./actions.js";
 
+const TIMELINE = 40; // turns in the timeline of an agent
 const KINDS = ["all", "hot", "warm", "cold", "pinned", "busy"];
 const isKind = (agent, kind) =>
   kind === "all" || agent.state.tier === kind || (kind === "pinned" && agent.settings.pin) || (kind === "busy" && agent.busy);
@@ -131,6 +132,7 @@ function Agent({ id, go }) {
         ${Object.entries(settings.labels).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}
       </dl>
       ${settings.system && html`<details class="system"><summary>System prompt</summary><pre>${settings.system}</pre></details>`}
+      <${Timeline} agent=${agent} />
       <${Log} agent=${agent} go=${go} />
     </div>
   </aside>`;
@@ -171,6 +173,29 @@ function Log({ agent, go }) {
   </div>`;
 }
 
+function Timeline({ agent }) {
+  const [turns, setTurns] = useState([]);
+  useEffect(() => void get(`v1/agents/${agent.id}/timeline?limit=${TIMELINE}`).then((page) => setTurns(page.data.reverse()), sayFault), [agent.head]);
+  if (!turns.length) return null;
+  const most = Math.max(...turns.map((turn) => turn.prompt_tokens));
+  const missed = turns.filter((turn) => turn.miss).reverse();
+  return html`<div class="timeline">
+    <h3>Timeline</h3>
+    <ol aria-label="Tokens reused and computed in each turn, oldest first">${turns.map((turn) => html`<${Column} key=${turn.turn_id} turn=${turn} most=${most} />`)}</ol>
+    <div class="key"><span><i class="dot hot" />reused</span><span><i class="dot computed" />computed</span>${missed.length > 0 && html`<span><i class="dot missed" />cache miss</span>`}</div>
+    ${missed.map((turn) => html`<p class="miss" key=${turn.turn_id} title=${turn.miss.changed_tools.join(", ")}><time>${ago(turn.created_at)}</time> ${turn.miss.text}</p>`)}
+  </div>`;
+}
+
+function Column({ turn, most }) {
+  const reused = turn.prompt_tokens - turn.reuse.computed;
+  const said = `${number(reused)} reused, ${number(turn.reuse.computed)} computed${turn.miss ? `: ${turn.miss.text}` : ""}`;
+  const height = (count) => ({ height: `${(100 * count) / most}%` });
+  return html`<li class=${turn.miss ? "missed" : ""} title=${`${ago(turn.created_at)}: ${said}`}>
+    <span class="hidden">${said}</span><i class="computed" style=${height(turn.reuse.computed)} /><i class="hot" style=${height(reused)} />
+  </li>`;
+}
+
 function LogEntry({ agent, turn, isHead, go }) {
   const asked = turn.messages.filter((message) => !["assistant", "system"].includes(message.role)).map(textOf).join(" ");
   const reply = turn.messages.filter((message) => message.role === "assistant").map(textOf).join(" ");
@@ -186,5 +211,6 @@ function LogEntry({ agent, turn, isHead, go }) {
     <p class="asked">${asked.slice(0, 240)}</p>
     <p class="said">${reply.slice(0, 240)}</p>
     <${ReuseBar} reuse=${turn.reuse} />
+    ${turn.miss && html`<p class="miss">${turn.miss.text}</p>`}
   </article>`;
 }

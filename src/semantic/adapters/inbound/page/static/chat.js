@@ -149,6 +149,7 @@ function Turn({ id, turn, isHead, go }) {
         <${Button} kind="quiet" title="Start a fork from this reply" onClick=${() => act.askFork(id, turn.id, (made) => go("chat", made))}>Fork here<//>
       </span>
     </footer>
+    ${turn.miss && html`<p class="miss">${turn.miss.text}</p>`}
     ${isOpen && html`<${Why} id=${id} turnId=${turn.id} />`}
   </article>`;
 }
