@@ -39,12 +39,13 @@ SUITE = {
     "keeping": False,
     "streams": False,
     "ahead": False,
+    "tooltime": False,
     "grammar": False,
     "tenant_timing": True,
 }
 # What these say is of one part: among all others, a rough answer will do.
 ROUGH = ("torch", "quantised", "peer", "keeping", "grammar")
-BY_NAME = ("answers", "streams", "ahead")  # minutes each, and of one part alone
+BY_NAME = ("answers", "streams", "ahead", "tooltime")  # minutes each, and of one part alone
 OUTPUT = ROOT / "build" / "bench"
 
 

@@ -46,6 +46,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 32,
     },
+    "llama-1b": {
+        **_LLAMA,
+        "torch_dtype": "bfloat16",
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
     "llama-8b": {
         **_LLAMA,
         "torch_dtype": "bfloat16",

@@ -19,6 +19,7 @@ from semantic.entrypoints.bootstrap import Server, bootstrap
 from semantic.ports.backend import Step, Ticket
 from tests.chaos.mounts import fill_up, small_disk
 from tests.http_server import RunningServer, make_settings, run_server
+from tests.integration.test_tool_pauses import CHANGED, Chat, converse
 from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
@@ -161,10 +162,21 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return seen
 
 
+def call_tools(running: RunningServer, http: httpx.Client) -> None:
+    """Two calls; the result of the second one is predicted, and differs."""
+    counts, least = running.server.metrics.counts.engine, (1, 200)
+    converse(
+        Chat(http, "tools"),
+        CHANGED,
+        lambda number: await_that(lambda: counts.ahead_tokens >= least[number]),
+    )
+
+
 def exchange(seen: Seen, settings: Settings) -> None:
     """Another model while a reply runs, and none at all."""
     swapping = "semantic_model_state", (("state", "swapping"),)
     with run_server(settings) as running, running.client() as http:
+        call_tools(running, http)
         with http.stream("POST", "/v1/chat/completions", json=ENDLESS) as reply:
             lines = reply.iter_lines()  # a generator that is dropped closes the stream
             next(lines)

@@ -38,6 +38,9 @@ class EngineLimits:
     draft_tokens: int = _setting(
         16, "maximum draft tokens checked in one step (speculative decoding); 0: none", ge=0, le=16
     )
+    ahead_tokens: int = _setting(
+        4096, "maximum prompt tokens computed ahead while an agent's tools run; 0: none", ge=0
+    )
     prefill_step_size: int = _setting(
         4096, "maximum prompt tokens in one step; a slow device takes fewer", ge=1
     )

@@ -132,12 +132,14 @@ class Reuse:
         hot: From the agent's sequence that was still open, or from another running sequence.
         pool: From sealed blocks in memory.
         disk: From sealed blocks that were read for this turn.
+        ahead: How many of `hot` were computed while the agent's tools ran.
     """
 
     hot: int = 0
     pool: int = 0
     disk: int = 0
     computed: int = 0
+    ahead: int = 0
 
     @property
     def reused(self) -> int:
@@ -145,7 +147,8 @@ class Reuse:
 
     def __add__(self, other: "Reuse") -> "Reuse":
         hot, pool, disk = self.hot + other.hot, self.pool + other.pool, self.disk + other.disk
-        return Reuse(hot, pool, disk, self.computed + other.computed)
+        computed, ahead = self.computed + other.computed, self.ahead + other.ahead
+        return Reuse(hot, pool, disk, computed, ahead)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,9 @@ class EngineCounts:
         generated_tokens: Generated tokens.
         drafted_tokens: Draft tokens that the model verified.
         accepted_tokens: Accepted draft tokens.
+        ahead_tokens: Prompt tokens computed ahead, before a request needed them.
+        used_ahead_tokens: Those that requests reused.
+        wasted_ahead_tokens: Those that were dropped unused.
         preemptions: Preempted sequences.
         hangs: Number of times the watchdog found the device hung.
         swaps: Number of model loads, by result (`ok` or `failed`).
@@ -73,6 +76,9 @@ class EngineCounts:
     generated_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    ahead_tokens: int = 0
+    used_ahead_tokens: int = 0
+    wasted_ahead_tokens: int = 0
     preemptions: int = 0
     hangs: int = 0
     swaps: Counter[str] = field(default_factory=Counter)

@@ -232,9 +232,11 @@ class AgentCacheStore:
 
     # -- memory ---------------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int) -> None:
-        """Reserve memory for running sequences, evicting blocks; may raise `PoolExhaustedError`."""
+    def reserve(self, nbytes: int, *, may_evict: bool = True) -> None:
+        """Reserve memory for open sequences, evicting blocks; may raise `PoolExhaustedError`."""
         with self._lock:
+            if not may_evict and nbytes > self.usage().available:
+                raise PoolExhaustedError("no memory is free without eviction.")
             try:
                 self.tiers.reserve(nbytes)
             except PoolExhaustedError:

@@ -78,6 +78,8 @@ class SequenceAdmission:
         generation.seq = seq
         self._scheduler.admit(generation)
         self._attempt(generation, lambda it: self._sharing.open_sequence(it, source))
+        if not generation.job.is_ephemeral:
+            self._memory.close_paired(generation.job.agent)
         if generation.prefix.restore is None:
             return True
         self._advance(generation, self._restore_bytes())

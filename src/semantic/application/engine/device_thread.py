@@ -28,7 +28,7 @@ from semantic.application.engine.model import (
     ModelLifecycle,
     Stop,
 )
-from semantic.application.engine.request import EmbeddingJob, EventSink, Job
+from semantic.application.engine.request import AheadJob, EmbeddingJob, EventSink, Job
 from semantic.application.settings import EngineLimits
 from semantic.domain.errors import (
     BackendError,
@@ -114,6 +114,11 @@ class DeviceThread:
         """Seconds without a waiting or running request; 0 while there is one."""
         return self._live.idle_s
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits, runs or is being prepared."""
+        return not self._live and not self._num_expected
+
     def start(self) -> None:
         self._thread.start()
         self._watchdog.start()
@@ -179,6 +184,14 @@ class DeviceThread:
     def cancel(self, job_id: str) -> None:
         """End a request early; an unknown id is ignored."""
         self._call_engine(lambda engine: engine.cancel(job_id))
+
+    def compute_ahead(self, job: AheadJob) -> None:
+        """Compute the beginning of a prompt in steps during which no request runs.
+
+        Requests run as if there were no such job: it pauses from the preparation of a request to
+        its end, and uses only memory that is free.
+        """
+        self._call_engine(lambda engine: engine.compute_ahead(job))
 
     def close_idle(self, agent: str) -> Future[None]:
         return self._call_engine(lambda engine: engine.close_idle(agent))
@@ -345,7 +358,10 @@ class DeviceThread:
         try:
             if not self._take_commands(engine):
                 return False
-            is_busy = engine.step()
+            if engine.has_work or not engine.has_ahead:
+                is_busy = engine.step()
+            elif not self._num_expected:
+                engine.step_ahead()
         except Exception as error:  # noqa: BLE001 - a defect must not leave requests waiting
             _log.exception("the engine failed")
             failure = self._failure_of(error)
@@ -374,7 +390,7 @@ class DeviceThread:
         """Run queued commands, blocking while the engine is idle; returns False after `Stop`."""
         if not engine.has_work:
             if not self._taken:
-                self._await_command(None)
+                self._await_command(self._idle_wait(engine))
             self._await_batch()
         with contextlib.suppress(queue.Empty):
             while True:
@@ -384,6 +400,12 @@ class DeviceThread:
             if not self._execute(engine, self._taken.popleft()):
                 return False
         return True
+
+    def _idle_wait(self, engine: BlockPoolBatchEngine) -> float | None:
+        """Return how long to wait for a command; None waits for one without a limit."""
+        if not engine.has_ahead:
+            return None
+        return _IDLE_POLL_S if self._num_expected else 0.0
 
     def _execute(self, engine: BlockPoolBatchEngine, command: Command) -> bool:
         match command:

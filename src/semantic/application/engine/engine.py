@@ -18,6 +18,7 @@ from semantic.application.engine.generation import Generation
 from semantic.application.engine.kv_reuse import PrefixSharing
 from semantic.application.engine.memory import WorkingMemory
 from semantic.application.engine.request import (
+    AheadJob,
     Clock,
     EmbeddingJob,
     EngineEvent,
@@ -28,6 +29,7 @@ from semantic.application.engine.request import (
     monotonic,
 )
 from semantic.application.engine.scheduler import ConcurrentScheduler
+from semantic.application.engine.speculative.ahead import AheadQueue
 from semantic.application.engine.speculative.planner import AdaptiveDraftPlanner, DraftPlanner
 from semantic.application.engine.steps import EngineWatch, LaunchedStep
 from semantic.application.parsing import TextAssembler
@@ -89,6 +91,9 @@ class BlockPoolBatchEngine:
         self._orders, self._sequence_ids = itertools.count(), itertools.count()
         self._embeddings = EmbeddingQueue(backend, self._memory, self._sequence_ids)
         self._watch = EngineWatch(store.telemetry)
+        self._ahead = AheadQueue(
+            backend, self._memory, self._sequence_ids, budget, self._watch.counts
+        )
         self._admission = SequenceAdmission(
             self._memory,
             self._scheduler,
@@ -106,11 +111,18 @@ class BlockPoolBatchEngine:
     def has_work(self) -> bool:
         return bool(self._generations or self._launched or self._events or self._embeddings.jobs)
 
+    @property
+    def has_ahead(self) -> bool:
+        """Whether there are prompts to compute ahead, with `step_ahead` while there is no work."""
+        return bool(self._ahead.jobs)
+
     def submit(self, job: Job | EmbeddingJob) -> None:
         """Queue a job; a prompt too long to run even alone fails immediately."""
         if isinstance(job, EmbeddingJob):
             self._embeddings.jobs.append(job)
             return
+        if not job.is_ephemeral:
+            self._ahead.jobs.pop(job.agent, None)
         token_bytes = self._tokenizer.token_bytes
         assembler = TextAssembler(token_bytes, job.stop.strings, job.visible, job.spelled)
         block_tokens = self._backend.spec.block_tokens
@@ -137,7 +149,16 @@ class BlockPoolBatchEngine:
             self._finish(generation, FinishReason.CANCELLED)
 
     def close_idle(self, agent: str) -> None:
+        self._ahead.jobs.pop(agent, None)
         self._memory.close_idle_of(agent)
+
+    def compute_ahead(self, job: AheadJob) -> None:
+        self._ahead.add(job)
+
+    def step_ahead(self) -> None:
+        """Compute a piece of a prompt ahead; does nothing if there is work."""
+        if self.has_ahead and not self.has_work:
+            self._ahead.step(self._scheduler.limits)
 
     def reconfigure(self, limits: EngineLimits) -> None:
         self._scheduler.limits = limits
@@ -177,6 +198,7 @@ class BlockPoolBatchEngine:
     def abandon(self, error: SemanticError) -> None:
         """Fail every request and close all sequences unsealed: at shutdown or an internal error."""
         self._launched.clear()
+        self._ahead.jobs.clear()
         self._memory.close_all()
         for generation in list(self._generations.values()):
             self._planner.forget(generation)

@@ -107,7 +107,9 @@ class PrefixSharing:
         idle = self._idle.best_for(generation)
         if idle is not None and idle[1] >= num_tokens:
             copy, num_tokens = idle
-            is_whole = num_tokens == len(copy.tokens)
+            is_whole = num_tokens == len(copy.tokens) or (
+                self.can_cut_anywhere and num_tokens >= copy.num_settled
+            )
             is_own = copy.agent == generation.job.agent and self.can_cut_anywhere
             may_take = not generation.job.is_ephemeral
             best = OpenSource(copy.seq, num_tokens, is_taken_over=may_take and (is_whole or is_own))
@@ -130,14 +132,16 @@ class PrefixSharing:
         """
         plan = self._plan(generation)  # plan again: making room may have evicted blocks
         if source is not None and source.is_taken_over:
-            self._idle.remove(source.seq)
             reached = self._backend.truncate(source.seq, source.num_tokens)
+            num_ahead = self._idle.use(source.seq, reached)
+            self._idle.remove(source.seq)
             if reached == source.num_tokens:
-                self._resume_hot(generation, reached, plan)
+                self._resume_hot(generation, reached, plan, num_ahead)
                 return
             self._backend.close_sequence(source.seq)
         elif source and self._backend.fork(source.seq, generation.seq, source.num_tokens):
-            self._resume_hot(generation, source.num_tokens, plan)
+            num_ahead = self._idle.use(source.seq, source.num_tokens)
+            self._resume_hot(generation, source.num_tokens, plan, num_ahead)
             return
         self._begin_restore(generation, plan)
 
@@ -273,11 +277,13 @@ class PrefixSharing:
         generation.prefix.count_reuse(restore.reuse(generation.num_prompt))
         generation.job.trace.restored_bytes += restore.num_bytes
 
-    def _resume_hot(self, generation: Generation, num_tokens: int, plan: RestorePlan) -> None:
+    def _resume_hot(
+        self, generation: Generation, num_tokens: int, plan: RestorePlan, num_ahead: int
+    ) -> None:
         generation.resume(num_tokens, plan.chain, plan.num_whole)
         computed = generation.num_prompt - num_tokens
         hot = min(num_tokens, generation.num_prompt)
-        generation.prefix.count_reuse(Reuse(hot=hot, computed=computed))
+        generation.prefix.count_reuse(Reuse(hot=hot, computed=computed, ahead=num_ahead))
 
     def _seal_block(
         self, generation: Generation, start: int, end: int, *, is_end: bool

@@ -1,7 +1,8 @@
 """Memory reservations of the backend's running sequences and idle copies, within the budget.
 
 An idle copy is a sequence whose turn has ended: while it stays open, the agent's next turn needs no
-restore. When memory is short, the oldest idle copies close first. Used on the device thread only.
+restore. When memory is short, tokens computed ahead are dropped first, then the oldest idle copies
+close. Used on the device thread only.
 """
 
 import sys
@@ -15,25 +16,40 @@ from semantic.application.engine.generation import Generation
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import PoolExhaustedError
 from semantic.ports.backend import ModelBackendPort, SequenceId
+from semantic.ports.telemetry import EngineCounts
 
 _IDLE_SHARE = 0.25
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class IdleCopy:
-    """An open sequence that no request uses."""
+    """An open sequence that no request uses.
+
+    Attributes:
+        num_ahead: Tokens at its end that were computed ahead and that no request has used.
+        is_paired: Whether this is one of two copies: the agent's own, and a fork of it in which
+            tokens are computed ahead. The agent's next turn uses one and closes the other.
+    """
 
     seq: SequenceId
     agent: str
     root: BlockName
     tokens: list[int]
+    num_ahead: int = 0
+    is_paired: bool = False
+
+    @property
+    def num_settled(self) -> int:
+        """Tokens of turns that have ended."""
+        return len(self.tokens) - self.num_ahead
 
 
 class IdleCopies:
     """The idle copies, least recently used first."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: EngineCounts | None = None) -> None:
         self._copies: OrderedDict[SequenceId, IdleCopy] = OrderedDict()
+        self._counts = counts or EngineCounts()
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -46,8 +62,28 @@ class IdleCopies:
         job = generation.job
         self._copies[generation.seq] = IdleCopy(generation.seq, job.agent, job.root, tokens)
 
+    def put(self, copy: IdleCopy) -> None:
+        self._copies[copy.seq] = copy
+
     def remove(self, seq: SequenceId) -> None:
-        self._copies.pop(seq, None)
+        copy = self._copies.pop(seq, None)
+        if copy is not None:
+            self._counts.wasted_ahead_tokens += copy.num_ahead
+
+    def use(self, seq: SequenceId, num_tokens: int) -> int:
+        """Count the first tokens of a copy as used; returns how many were computed ahead."""
+        copy = self._copies.get(seq)
+        num_used = max(num_tokens - copy.num_settled, 0) if copy is not None else 0
+        if copy is not None:
+            copy.num_ahead -= num_used
+        self._counts.used_ahead_tokens += num_used
+        return num_used
+
+    def drop_ahead(self, copy: IdleCopy) -> None:
+        """Count the tokens computed ahead as wasted, and forget them."""
+        self._counts.wasted_ahead_tokens += copy.num_ahead
+        del copy.tokens[copy.num_settled :]
+        copy.num_ahead = 0
 
     def best_for(self, generation: Generation) -> tuple[IdleCopy, int] | None:
         """Return the copy that shares the most tokens with a request, and how many.
@@ -75,7 +111,7 @@ class WorkingMemory:
         self._backend = backend
         self._store = store
         self._block_tokens = backend.spec.block_tokens
-        self.idle = IdleCopies()
+        self.idle = IdleCopies(store.telemetry.counts.engine)
         self._lengths: dict[SequenceId, int] = {}
         self._reserved = 0
 
@@ -106,15 +142,19 @@ class WorkingMemory:
         self.resize(generation.seq, len(generation.tokens))
         return self._reserved < before
 
-    def resize(self, seq: SequenceId, length: int) -> bool:
-        """Reserve `length` tokens for a sequence; False, without a change, if memory is short."""
+    def resize(self, seq: SequenceId, length: int, *, may_evict: bool = True) -> bool:
+        """Reserve `length` tokens for a sequence; False, without a change, if memory is short.
+
+        Evicts no blocks as long as `close_oldest_idle` can drop tokens computed ahead.
+        """
         lengths = {**self._lengths, seq: length}
         if not length:
             del lengths[seq]
         needed = self._backend.bytes_for(list(lengths.values()))
         try:
             if needed > self._reserved:
-                self._store.reserve(needed - self._reserved)
+                may_evict = may_evict and self._oldest_ahead(spared=seq) is None
+                self._store.reserve(needed - self._reserved, may_evict=may_evict)
             else:
                 self._store.unreserve(self._reserved - needed)
         except PoolExhaustedError:
@@ -143,15 +183,23 @@ class WorkingMemory:
         """
         self.resize(generation.seq, generation.progress.num_computed)
         self.idle.add(generation)
-        budget = self._store.usage().total * _IDLE_SHARE
         while self.idle:
-            lengths = [len(copy.tokens) for copy in self.idle]
-            if len(lengths) <= max_idle and self._backend.bytes_for(lengths) <= budget:
+            if self._may_be_idle([len(copy.tokens) for copy in self.idle], max_idle):
                 return
             self.close_oldest_idle()
 
+    def _may_be_idle(self, lengths: list[int], max_idle: int) -> bool:
+        budget = self._store.usage().total * _IDLE_SHARE
+        return len(lengths) <= max_idle and self._backend.bytes_for(lengths) <= budget
+
     def close_oldest_idle(self, spared: SequenceId | None = None) -> bool:
-        """Close the oldest idle copy other than `spared`; returns False if there is none."""
+        """Close the oldest idle copy other than `spared`; returns False if there is none.
+
+        As long as there are tokens computed ahead, drops those of one copy instead.
+        """
+        if (ahead := self._oldest_ahead(spared)) is not None:
+            self._drop_ahead(ahead)
+            return True
         for copy in self.idle:
             if copy.seq != spared:
                 self.close_sequence(copy.seq)
@@ -161,6 +209,48 @@ class WorkingMemory:
     def close_idle_of(self, agent: str) -> None:
         for copy in [copy for copy in self.idle if copy.agent == agent]:
             self.close_sequence(copy.seq)
+
+    # -- tokens computed ahead ------------------------------------------------------------------
+
+    def extend_idle(self, copy: IdleCopy, length: int, max_idle: int) -> bool:
+        """Reserve memory to lengthen an idle copy; False if that takes more than is free."""
+        lengths = [length if other is copy else len(other.tokens) for other in self.idle]
+        return self._may_be_idle(lengths, max_idle) and self.resize(
+            copy.seq, length, may_evict=False
+        )
+
+    def fork_idle(
+        self, copy: IdleCopy, seq: SequenceId, num_tokens: int, max_idle: int
+    ) -> IdleCopy | None:
+        """Fork an idle copy; None if that takes more than is free, or the model cannot be cut."""
+        lengths = [num_tokens, *(len(other.tokens) for other in self.idle)]
+        if not self._may_be_idle(lengths, max_idle):
+            return None
+        if not self.resize(seq, num_tokens, may_evict=False):
+            return None
+        if not self._backend.fork(copy.seq, seq, num_tokens):
+            self.resize(seq, 0)
+            return None
+        copy.is_paired = True
+        forked = IdleCopy(seq, copy.agent, copy.root, copy.tokens[:num_tokens], is_paired=True)
+        self.idle.put(forked)
+        return forked
+
+    def close_paired(self, agent: str) -> None:
+        """Close the copies of an agent that its turn did not use; see `IdleCopy.is_paired`."""
+        for copy in [copy for copy in self.idle if copy.is_paired and copy.agent == agent]:
+            self.close_sequence(copy.seq)
+
+    def _oldest_ahead(self, spared: SequenceId | None) -> IdleCopy | None:
+        return next((copy for copy in self.idle if copy.num_ahead and copy.seq != spared), None)
+
+    def _drop_ahead(self, copy: IdleCopy) -> None:
+        if copy.is_paired:
+            self.close_sequence(copy.seq)
+            return
+        self.idle.drop_ahead(copy)
+        self._backend.truncate(copy.seq, len(copy.tokens))
+        self.resize(copy.seq, len(copy.tokens))
 
     # -- the whole budget -----------------------------------------------------------------------
 

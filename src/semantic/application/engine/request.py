@@ -99,6 +99,20 @@ class EmbeddingJob:
 
 
 @dataclass(frozen=True, slots=True)
+class AheadJob:
+    """The beginning of an agent's next prompt, to compute while no request runs.
+
+    Attributes:
+        agent: As in `Job`; the agent's next request replaces this job.
+        tokens: The whole conversation as far as it is known or predicted.
+    """
+
+    agent: str
+    root: BlockName
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """Draft tokens: a prediction of a reply's next tokens, which the model verifies.
 

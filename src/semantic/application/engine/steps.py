@@ -137,6 +137,7 @@ class ChunkBudget:
     USUAL = 512
     ALONE_MS = 250.0  # target step time without decoding rows: bounds a new request's wait
     LONGEST_MS = 500.0  # the same on devices where fewer than USUAL tokens fit ALONE_MS
+    AHEAD_MS = 50.0  # the same if no request waits: one that arrives waits for the step's end
     SLOWEST_MS = 10_000.0  # limit of a step, even with FIRST tokens
     MAX_ALIGNED = 2048
 
@@ -203,6 +204,13 @@ class ChunkBudget:
         slowest = max(self._rounded(self.SLOWEST_MS / self._ms_per_token), self.MIN_TOKENS)
         least = max(self._rounded(self.LONGEST_MS / self._ms_per_token), self.FIRST)
         return max(self._rounded(fitting), min(usual, slowest, least))
+
+    def tokens_ahead(self, limits: EngineLimits) -> int:
+        """Tokens of a step that no request waits for."""
+        if not self._ms_per_token:
+            return self.MIN_TOKENS
+        fitting = min(self._seen.longest(self.AHEAD_MS), limits.prefill_step_size)
+        return max(self._rounded(fitting), self.BLOCK)
 
     def expected_ms(self, num_prompt_tokens: int) -> float:
         return self._decode_ms + num_prompt_tokens * self._ms_per_token

@@ -9,6 +9,9 @@
 5. `replay.py` returns the sampled tokens of a reply that this server generated and a client sends
    back as text. Its `LruCache` bounds the caches of these modules.
 
+`tool_turns.py` renders the prompt that follows a tool call, as far as it is known before the
+result.
+
 A raw prompt passes none of these steps; `fill_in.py` writes one that asks for the text before a
 suffix.
 

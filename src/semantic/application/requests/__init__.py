@@ -13,6 +13,9 @@
    queued for the reader. At the end the turn is logged (`application/agents`). Then end hooks run:
    they release the claim, publish an event to the feed, and start the agent's next turn.
 
+If the reply ends in tool calls, `ahead.py` has the beginning of the next prompt rendered and
+computed while the tools run.
+
 `stateful.py` precedes these steps if the server stores the conversation: it queues the turns of an
 agent, and drops the oldest messages when they no longer fit. `explain.py` compares a prompt with an
 earlier turn before the job is submitted, if the request asks for that. `branches.py` sends

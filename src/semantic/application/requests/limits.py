@@ -3,8 +3,9 @@
 Each limit is a token bucket that holds one minute's worth and refills continuously. A request is
 admitted if each of its buckets (global, per key, per agent) holds at least 1. Prompt tokens are
 charged when the prompt is known, completion tokens when the reply ends. Reused prompt tokens are
-refunded at the end; all prompt tokens are refunded if the request is refused or the server fails
-it. Running requests can therefore overdraw a bucket, and the next request waits longer.
+refunded at the end, except those that were computed ahead; all prompt tokens are refunded if the
+request is refused or the server fails it. Running requests can therefore overdraw a bucket, and the
+next request waits longer.
 """
 
 import itertools
@@ -191,7 +192,7 @@ class Admission:
             self.refund()
         if self._is_open:
             generated = event.usage.completion_tokens if isinstance(event, Finished) else 0
-            self._limits.take_tokens(self._scopes, generated - reuse.reused)
+            self._limits.take_tokens(self._scopes, generated - reuse.reused + reuse.ahead)
         self.release()
 
     def refund(self) -> None:

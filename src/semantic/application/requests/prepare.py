@@ -149,11 +149,11 @@ class Preparation:
             num_marked=prompt.num_marked,
         )
 
-    def count_tokens(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> int:
-        """Count the tokens of the prompt that `prepare` would render; changes nothing."""
+    def render(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> Prompt:
+        """Return the prompt that `prepare` would render; changes nothing."""
         replays = TenantReplays(model.text_root(principal), self._replays, is_used=False)
         prompt, _ = self._render(request, model, replays)
-        return len(prompt.tokens)
+        return prompt
 
     def keep_day(self, prepared: PreparedRequest) -> None:
         """Store the date shown in the prompt, so that later prompts of the agent show the same."""

@@ -24,6 +24,7 @@ from semantic.application.prompt.replay import (
     keys_to_remember,
     prompt_digest,
 )
+from semantic.application.requests.ahead import PrefillAhead
 from semantic.application.requests.explain import CacheExplainer, PromptComparison
 from semantic.application.requests.identity import BusyAgents, Claim, Identities
 from semantic.application.requests.limits import Admission, RateLimits
@@ -37,7 +38,12 @@ from semantic.application.requests.reply import (
 from semantic.application.requests.truncation import without_oldest
 from semantic.domain.agents import Pointer, Principal, Reuse, Turn
 from semantic.domain.blocks import BlockName
-from semantic.domain.chat import ChatRequest, require_whole_characters
+from semantic.domain.chat import (
+    ChatRequest,
+    Message,
+    ToolUsePart,
+    require_whole_characters,
+)
 from semantic.domain.errors import (
     AgentNotFoundError,
     CachePersistenceError,
@@ -96,6 +102,7 @@ class InferenceService:
         )
         self._explainer = CacheExplainer(agents)
         self._threads = PreparationThreads(min(gate.timeout_s, _PREPARE_S))
+        self._ahead = PrefillAhead(device, self._preparation, self._threads)
         self._request_timeout_s = gate.timeout_s
         self._is_durable = is_durable
         self._watch = watch or TurnWatch(EventFeed(), NoTelemetry())
@@ -198,6 +205,8 @@ class InferenceService:
         )
         reply.report = compared.report if compared else None
         self._hub.open(job.id, reply)
+        if not job.is_ephemeral:
+            self._ahead.expected.pop(job.agent, None)
         job.trace.queued, job.trace.max_tokens = time.monotonic(), job.max_tokens
         try:
             self._device.submit(job, model)
@@ -205,6 +214,7 @@ class InferenceService:
             self._hub.discard(job.id)
             raise
         reply.on_end(lambda *_: claim.release())
+        reply.on_end(lambda *_: self._resume_ahead())
         tenant, agent_id = prepared.principal.tenant, prepared.identity.agent_id
         is_published = not job.is_ephemeral
         reply.on_end(
@@ -212,12 +222,22 @@ class InferenceService:
         )
         return reply
 
+    def _expect_results(self, prepared: PreparedRequest, reply: Message) -> None:
+        """Have the prompt after a reply with tool calls computed ahead, within the rate limits."""
+        limits = self.limits()
+        if limits is None or all(left.remaining for left in limits.allowances(prepared.principal)):
+            self._ahead.add(prepared, reply)
+
+    def _resume_ahead(self) -> None:
+        if self._ahead.expected:
+            self._ahead.resume()
+
     async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:
         model = await self.gate.model(request.model)
         admission = self._admit(principal)
         try:
-            count = self._preparation.count_tokens
-            return await self._threads.run(count, request, principal, model)
+            render = self._preparation.render
+            return len((await self._threads.run(render, request, principal, model)).tokens)
         finally:
             if admission is not None:
                 admission.release()
@@ -281,6 +301,8 @@ class InferenceService:
                 raise
             _log.info("turn not logged: %s", error.message)
             return is_unsafe
+        if any(isinstance(part, ToolUsePart) for part in finished.message.parts):
+            self._expect_results(prepared, finished.message)
         if self._is_durable is None:
             return None
         # The reply succeeds even if the log cannot be written; the disk reports the error.

@@ -12,7 +12,7 @@ import pytest
 from semantic.adapters.outbound.backends.fake import FakeTokenizer, fake_spec
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.model import Command, LoadedModel
-from semantic.application.engine.request import EmbeddingJob, EngineEvent, EventBatch
+from semantic.application.engine.request import AheadJob, EmbeddingJob, EngineEvent, EventBatch
 from semantic.application.settings import EngineLimits
 from semantic.domain.errors import (
     BackendError,
@@ -442,3 +442,30 @@ def test_memory_can_be_reduced_to_what_running_requests_use() -> None:
         made.reason("a")
         made.thread.resize(1000).result(60)
         assert made.thread.longest_sequence < longest
+
+
+def test_work_ahead_pauses_from_the_preparation_of_a_request_to_its_end() -> None:
+    with device(limits=EngineLimits(batch_window_ms=0)) as made:
+        first = make_job("first", "read the file", agent="coder", max_tokens=1)
+        made.thread.submit(first)
+        made.final("first")
+        num_steps = len(made.backend.steps)
+        made.backend.entered.clear()
+        made.backend.gate.clear()
+        tokens = (*first.tokens, *b"x" * 1000)
+        made.thread.compute_ahead(AheadJob("coder", first.root, tokens))
+        assert made.backend.entered.wait(60)  # a step of it is in progress
+        with made.thread.expecting():
+            made.backend.gate.set()
+            made.submit("other", max_tokens=20)
+            made.reason("other")
+            starts = [step.chunks[0].start for step in made.backend.steps[num_steps:]]
+        # One step ahead, then the request's alone, to its end.
+        assert starts[:2] == [len(first.tokens), 0]
+        assert starts[2:21] == [len(b"hello") + n for n in range(19)]
+        assert len(starts) == 21
+        # Afterwards it goes on.
+        assert eventually(lambda: sum(s.num_tokens for s in made.backend.steps) > 1000)
+        made.thread.submit(make_job("next", "read the file" + "x" * 999, agent="coder"))
+        assert isinstance(final := made.final("next"), Finished)
+        assert final.usage.cache_read_tokens == len(first.tokens) + 999 - 1

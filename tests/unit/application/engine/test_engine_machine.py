@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from semantic.adapters.outbound.backends.fake import fake_spec
-from semantic.application.engine.request import Job
+from semantic.application.engine.request import AheadJob, Job
 from semantic.application.settings import EngineLimits
 from semantic.domain.chat import ServiceClass
 from semantic.domain.errors import BackendError, GenerationTimeoutError, PoolExhaustedError
@@ -116,6 +116,16 @@ class EngineMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.jobs)))
         self.cancelled.add(name)
         self.rig.engine.cancel(name)
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), result=prompts, count=st.integers(0, 4))
+    def compute_ahead(self, data: st.DataObject, result: str, count: int) -> None:
+        job = self.jobs[data.draw(st.sampled_from(sorted(self.jobs)))]
+        said = (*job.tokens, *self.rig.text(job.id).encode(), *result.encode())
+        self.rig.engine.compute_ahead(AheadJob(job.agent, job.root, said))
+        for _ in range(count):
+            self.rig.engine.step_ahead()
+            self.rig.check()
 
     @rule(count=st.integers(1, 8))
     def step(self, count: int) -> None:

@@ -116,6 +116,12 @@ def test_replies_count_when_they_have_ended_and_what_was_reused_does_not() -> No
     assert rig.limits.allowances(A)[0].remaining == 750
 
 
+def test_tokens_computed_ahead_count_when_a_request_uses_them() -> None:
+    rig = Rig(by_key(Rate(tokens=1000)))
+    rig.ask(A, prompt=900).end(finished(900, 50), Reuse(hot=800, computed=100, ahead=300))
+    assert rig.limits.allowances(A)[0].remaining == 1000 - 100 - 300 - 50
+
+
 def test_a_refused_request_takes_nothing() -> None:
     rig = Rig(KeyRing(tenants={"t": TenantPolicy(key_rate=Rate(requests=5, tokens=10))}))
     rig.ask(A, prompt=10)

@@ -359,6 +359,8 @@ def _summary(explanation: Explanation) -> str:
         f"Of the latest prompt's {total:,} tokens, {reuse.reused:,} were reused ({reuse.hot:,} "
         f"from an open working copy, {reuse.pool:,} from memory, {reuse.disk:,} from disk)."
     )
+    if reuse.ahead:
+        text += f" {reuse.ahead:,} of these were computed while the agent's tools ran."
     if divergence is not None:
         text += f" It diverged from the stored conversation at token {divergence.index:,}."
     if turn.miss is not None:

@@ -200,6 +200,7 @@ class ServerCollector(Collector):
         )
         right = _counter("accepted_draft_tokens", "Draft tokens that were accepted.")
         yield _one(right, engine.accepted_tokens)
+        yield from self._ahead()
         yield _one(
             _gauge("tokens_per_second", "Reply tokens per second since the last scrape."),
             self._rate.read(engine.generated_tokens),
@@ -219,6 +220,16 @@ class ServerCollector(Collector):
         yield _one(_counter("watchdog_hang", "Device calls that hung."), engine.hangs)
         swaps = _counter("model_swap", "Model loads by result.", "result")
         yield _each(swaps, engine.swaps.copy())
+
+    def _ahead(self) -> Iterator[Metric]:
+        engine = self._counts.engine
+        figures = {
+            "tokens_ahead": ("Prompt tokens computed while tools ran.", engine.ahead_tokens),
+            "tokens_ahead_used": ("Those that requests reused.", engine.used_ahead_tokens),
+            "tokens_ahead_wasted": ("Those dropped unused.", engine.wasted_ahead_tokens),
+        }
+        for name, (text, value) in figures.items():
+            yield _one(_counter(name, text), value)
 
     def _blocks(self) -> Iterator[Metric]:
         counts = self._counts.cache

@@ -1,0 +1,125 @@
+"""Computes the beginnings of expected prompts while no request runs.
+
+A job lengthens its agent's idle copy, a short step at a time. Between steps the copy is a valid
+source for any request, so a request never waits for more than the step in progress. Nothing is
+sealed: the request that uses the tokens seals them. Only free memory is used.
+
+If the copy can be cut anywhere, a request with another prompt cuts it back. The KV cache of window
+and recurrent layers cannot be cut, so there a fork is lengthened, and the copy stays as it is. It
+also stays if the expected prompt departs from it before its end.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from semantic.application.engine.memory import IdleCopy, WorkingMemory
+from semantic.application.engine.request import AheadJob, as_backend_error
+from semantic.application.engine.steps import ChunkBudget
+from semantic.application.settings import EngineLimits
+from semantic.domain.blocks import common_prefix
+from semantic.domain.spec import LayerKind
+from semantic.ports.backend import Chunk, ModelBackendPort, RowFailed, SequenceId, Step
+from semantic.ports.telemetry import EngineCounts
+
+_log = logging.getLogger(__name__)
+_MAX_JOBS = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Progress:
+    """A started job: the copy that it lengthens, its length so far, and the length to reach."""
+
+    copy: IdleCopy
+    num_done: int
+    end: int
+    is_fork: bool = False
+
+
+class AheadQueue:
+    """Prompts to compute ahead, in order of arrival. Used on the device thread only.
+
+    Attributes:
+        jobs: One for each agent; the engine removes it when the agent's next request arrives.
+    """
+
+    def __init__(
+        self,
+        backend: ModelBackendPort,
+        memory: WorkingMemory,
+        new_ids: Iterator[int],
+        budget: ChunkBudget,
+        counts: EngineCounts,
+    ) -> None:
+        self._backend, self._memory, self._new_ids = backend, memory, new_ids
+        self._budget, self._counts = budget, counts
+        self._can_cut_anywhere = backend.spec.kinds == (LayerKind.FULL,)
+        self.jobs: OrderedDict[str, AheadJob] = OrderedDict()
+        self._started: tuple[AheadJob, _Progress] | None = None
+
+    def add(self, job: AheadJob) -> None:
+        self.jobs[job.agent] = job
+        self.jobs.move_to_end(job.agent)
+        if len(self.jobs) > _MAX_JOBS:
+            self.jobs.popitem(last=False)
+
+    def step(self, limits: EngineLimits) -> None:
+        """Compute the next tokens of the first job; drops a job that is done or cannot go on."""
+        job = next(iter(self.jobs.values()))
+        progress = self._progress(job, limits)
+        if progress is not None and self._attempt(job, progress, limits):
+            return
+        del self.jobs[job.agent]
+        if progress is not None and progress.is_fork and not progress.copy.num_ahead:
+            self._memory.close_sequence(progress.copy.seq)
+
+    def _attempt(self, job: AheadJob, progress: _Progress, limits: EngineLimits) -> bool:
+        try:
+            return self._compute(job, progress, limits)
+        except Exception as error:  # noqa: BLE001 - no request waits for the job
+            _log.error("cannot compute a prompt ahead: %s", as_backend_error(error).message)
+            self._memory.close_sequence(progress.copy.seq)  # its state may be corrupt
+            return False
+
+    def _progress(self, job: AheadJob, limits: EngineLimits) -> _Progress | None:
+        """Return the job's copy; None if there is none, or if requests have changed it."""
+        if self._started is None or self._started[0] is not job:
+            progress = self._begin(job, limits)
+            self._started = None if progress is None else (job, progress)
+            return progress
+        progress = self._started[1]
+        is_same = any(copy is progress.copy for copy in self._memory.idle)
+        return progress if is_same and len(progress.copy.tokens) == progress.num_done else None
+
+    def _begin(self, job: AheadJob, limits: EngineLimits) -> _Progress | None:
+        copies = [c for c in self._memory.idle if c.agent == job.agent and c.root == job.root]
+        shared = [(common_prefix(copy.tokens, job.tokens), copy) for copy in copies]
+        num_shared, copy = max(shared, key=lambda pair: pair[0], default=(0, None))
+        end = min(len(job.tokens), num_shared + limits.ahead_tokens)
+        end = min(end, self._memory.longest_that_fits())
+        if copy is None or end <= num_shared or not num_shared:
+            return None
+        if num_shared == len(copy.tokens) and (self._can_cut_anywhere or copy.num_ahead):
+            return _Progress(copy, num_shared, end)
+        seq = SequenceId(next(self._new_ids))
+        forked = self._memory.fork_idle(copy, seq, num_shared, limits.max_idle)
+        return None if forked is None else _Progress(forked, num_shared, end, is_fork=True)
+
+    def _compute(self, job: AheadJob, progress: _Progress, limits: EngineLimits) -> bool:
+        """Compute a chunk; returns False if nothing is left or memory is short."""
+        copy, start = progress.copy, progress.num_done
+        left = progress.end - start
+        end = start + self._budget.chunk(start, self._budget.tokens_ahead(limits), left)
+        if not self._memory.extend_idle(copy, end, limits.max_idle):
+            return False
+        chunk = Chunk(copy.seq, start, job.tokens[start:end])
+        (row,) = self._backend.collect(self._backend.launch(Step((chunk,)))).rows
+        if isinstance(row, RowFailed):
+            self._memory.resize(copy.seq, start)
+            return False
+        copy.tokens.extend(job.tokens[start:end])
+        copy.num_ahead += end - start
+        progress.num_done = end
+        self._counts.ahead_tokens += end - start
+        return end < progress.end
