@@ -6,7 +6,7 @@ computed fresh, in a batch of unlike lengths, after a restore from blocks, and a
 
 import enum
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,12 +21,21 @@ NUM_REPLY = 8
 
 
 class Verdict(enum.Enum):
-    """The result of one type."""
+    """The result of one type.
+
+    UNBUILDABLE: no tiny model can be built, for a known reason.
+    NOT_BUILT: building a tiny model failed: sizes or a reason are missing.
+    """
 
     EXACT = "exact"
     REFUSED = "refused"
+    UNBUILDABLE = "cannot be built"
     WRONG = "wrong"
     NOT_BUILT = "not built"
+
+    @property
+    def is_fault(self) -> bool:
+        return self in (Verdict.WRONG, Verdict.NOT_BUILT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,10 @@ class ZooLibrary(Protocol):
     def title(self) -> str:
         """Name and version, for the report."""
 
+    @property
+    def unbuildable(self) -> Mapping[str, str]:
+        """Types of which no tiny model can be built, with the reasons."""
+
     def types(self) -> Sequence[str]:
         """Return every type of causal language model that the installed version has."""
 
@@ -72,6 +85,9 @@ def check_type(library: ZooLibrary, model_type: str) -> ZooResult:
         try:
             model = library.write_model(model_type, Path(directory))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a library raises
+            if model_type in library.unbuildable:
+                reason = library.unbuildable[model_type]
+                return ZooResult(model_type, Verdict.UNBUILDABLE, reason)
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             return ZooResult(model_type, Verdict.NOT_BUILT, reason[:200])
         try:

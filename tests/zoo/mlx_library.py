@@ -20,7 +20,7 @@ from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.backend import ModelBackendPort
 from tests.zoo.checks import NUM_REPLY
-from tests.zoo.mlx_sizes import BY_TYPE, INNER_TYPES, SIZES
+from tests.zoo.mlx_sizes import BY_TYPE, INNER_TYPES, SIZES, UNBUILDABLE
 
 _SEED = 5
 _SCALE = 0.3  # of weights: every token of the context moves the logits well beyond float32's error
@@ -43,6 +43,10 @@ class MlxZoo:
     @property
     def title(self) -> str:
         return f"mlx-lm {importlib.metadata.version('mlx-lm')}"
+
+    @property
+    def unbuildable(self) -> Mapping[str, str]:
+        return UNBUILDABLE
 
     def types(self) -> Sequence[str]:
         models = importlib.import_module("mlx_lm.models")

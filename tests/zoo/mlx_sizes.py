@@ -324,3 +324,7 @@ BY_TYPE: Mapping[str, Mapping[str, Any]] = {
     "spark2_5": {"rope_parameters": _ROPES, "hidden_act": "gelu"},
     "step3p5": {"num_attention_groups": 2},
 }
+
+UNBUILDABLE: Mapping[str, str] = {
+    "prism_hadamard_qwen35": "a tool of its authors packs its weights: they cannot be random",
+}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForMultimodalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -24,7 +24,15 @@ from semantic.adapters.outbound.backends.torch.reading import auto_class
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.backend import ModelBackendPort
 from tests.zoo.checks import NUM_REPLY
-from tests.zoo.torch_sizes import BY_TYPE, LATENT, MULTIMODAL, NUM_LAYERS, SIZES
+from tests.zoo.torch_sizes import (
+    BY_TYPE,
+    LATENT,
+    MULTIMODAL,
+    NUM_LAYERS,
+    SIZES,
+    UNBUILDABLE,
+    WHOLE,
+)
 
 _SEED = 5
 _SCALE = 0.25  # of weights: every token of the context moves the logits well beyond rounding
@@ -46,17 +54,22 @@ class TorchZoo:
     def title(self) -> str:
         return f"transformers {importlib.metadata.version('transformers')}"
 
+    @property
+    def unbuildable(self) -> Mapping[str, str]:
+        return UNBUILDABLE
+
     def types(self) -> Sequence[str]:
         return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MULTIMODAL})
 
     def write_model(self, model_type: str, directory: Path) -> "TorchZooModel":
         config = _small(CONFIG_MAPPING[model_type], BY_TYPE.get(model_type, {}))
+        auto = AutoModelForMultimodalLM if model_type in WHOLE else auto_class(config)
         with torch.device("meta"):
-            empty = auto_class(config).from_config(config)
+            empty = auto.from_config(config)
         if (num_weights := sum(p.numel() for p in empty.parameters())) > _MOST_WEIGHTS:
             raise ValueError(f"{num_weights} weights are not tiny: name sizes in torch_sizes.py")
         torch.manual_seed(_SEED)
-        model = auto_class(config).from_config(config, dtype=torch.float32)
+        model = auto.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("A_log"):

@@ -32,6 +32,7 @@ from semantic.domain.errors import InvalidRequestError
 
 _Tensors = dict[str, torch.Tensor]
 
+_WHOLE = ("emu3",)  # transformers does not find the weights of its language model alone
 # mlx-lm's names, which are those of the original files, and the names of transformers' modules.
 _SPARSE = (("block_sparse_moe.", "mlp."),)
 _ROUTER = (("router.layer.", "router."),)
@@ -92,9 +93,10 @@ def auto_class(config: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    for auto in (AutoModelForCausalLM, AutoModelForMultimodalLM):
-        if type(config) in auto._model_mapping:
-            return auto
+    if type(config) in AutoModelForCausalLM._model_mapping and config.model_type not in _WHOLE:
+        return AutoModelForCausalLM
+    if type(config) in AutoModelForMultimodalLM._model_mapping:
+        return AutoModelForMultimodalLM
     raise InvalidRequestError(
         f"the torch backend cannot run {config.model_type}: models of this type do not generate "
         "text token by token. Use a causal language model.",
