@@ -51,7 +51,9 @@ def test_it_answers_the_paris_question_and_stops_while_it_computes(
         assert server.stop() == 0
         asking.join(20)
     summary = f"{compute['dtype']} on cpu, {compute['num_threads']} thread"
-    for words in ("listening", "smollm2-135m-instruct on torch", "curl ", "ready: ", summary):
+    usual = ("listening", "smollm2-135m-instruct on torch", "curl ", "ready: ", summary)
+    page, chat = f"page       {server.url}/\n", f"semantic chat --server {server.url}\n"
+    for words in (*usual, page, chat):
         assert words in server.output
     assert "times as fast as" in compute["reason"] or "quantised weights" in compute["reason"]
     for words in ("Traceback", "Warning", "C++", "terminate"):

@@ -29,7 +29,7 @@ CLUSTER = "cluster"
 CLUSTER_LOADER = "semantic/entrypoints/cluster_loader.py"
 # Modules that import by a name that is computed: the cluster, and MLX's libraries.
 COMPUTED_IMPORTS = (CLUSTER_LOADER, "semantic/adapters/outbound/backends/mlx/runtime.py")
-SHARED = "validation"  # a module of `adapters` that stands beside its parts
+SHARED = ("validation", "extras")  # modules of `adapters` that stand beside its parts
 # What each chapter may import besides itself and modules that stand in no chapter.
 CHAPTERS = {
     "application/parsing": (),
@@ -140,7 +140,7 @@ def is_allowed(importer: tuple[str, ...], imported: tuple[str, ...]) -> bool:
     if not layer:
         return False  # the package itself is imported first by everyone
     if layer == other_layer == "adapters":
-        return other_part in (part, SHARED) and is_in_order(importer, imported)
+        return other_part in (part, *SHARED) and is_in_order(importer, imported)
     return LAYERS.index(other_layer) <= LAYERS.index(layer) and is_in_order(importer, imported)
 
 

@@ -11,6 +11,7 @@ from semantic import __version__
 from semantic.adapters.config.keys import MARKER_FILE, load_key_ring
 from semantic.adapters.config.logging import set_log_level
 from semantic.adapters.config.settings import Settings
+from semantic.adapters.extras import missing_extra
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys, own_key
 from semantic.adapters.outbound.blocks.directory import keep_private
 from semantic.adapters.outbound.blocks.listing import BLOCKS
@@ -186,7 +187,7 @@ def _make_tracer(settings: Settings) -> RequestTracer | None:
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
     except ModuleNotFoundError as error:
         raise InvalidRequestError(
-            f"traces need {error.name}: pip install 'semantic-server[otel]'", param="otel_endpoint"
+            missing_extra("otel_endpoint", error.name, "otel"), param="otel_endpoint"
         ) from error
     provider = TracerProvider(
         sampler=ParentBased(TraceIdRatioBased(settings.otel_sample_ratio)),

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Literal, Protocol
 
 from semantic.adapters.config.settings import Settings
+from semantic.adapters.extras import missing_extra
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import ComputeHint, ModelCacheSpec
 from semantic.ports.backend import ModelBackendPort
@@ -60,8 +61,7 @@ def open_shared_store(settings: Settings, local: LedgerPort) -> SharedStore:
         module = _load("shared_store")
     except ModuleNotFoundError as error:
         raise InvalidRequestError(
-            f"store = shared needs {error.name}: pip install 'semantic-server[cluster]'",
-            param="store",
+            missing_extra("store = shared", error.name, "cluster"), param="store"
         ) from error
     store: SharedStore = module.open_shared_store(settings, local)
     return store

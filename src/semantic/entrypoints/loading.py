@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import structlog
 
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
+from semantic.adapters.extras import missing_extra
 from semantic.adapters.outbound.backends.mlx import runtime as mlx_runtime
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.models.compute_choices import ComputeChoices, cpu_name
@@ -49,6 +50,7 @@ _log = structlog.get_logger(__name__)
 
 MakeBackend: TypeAlias = Callable[[Path, ModelCacheSpec, ComputeHint], ModelBackendPort]
 BackendName = Literal["torch", "mlx", "fake"]
+_PACKAGES = {"torch": ("torch", "transformers"), "mlx": ("mlx", "mlx_lm")}
 
 
 def choose_backend(settings: Settings) -> BackendName:
@@ -150,7 +152,26 @@ class ModelLoader:
         self._telemetry.observe(Measure.SWAP, time.monotonic() - started)
         return model
 
+    def _check(self, entry: ModelEntry) -> None:
+        """Refuse a missing model and a missing backend, before anything is downloaded or imported.
+
+        Raises:
+            ModelNotFoundError: there is no such model.
+            InvalidRequestError: the backend is not installed, or the model's files are damaged.
+        """
+        if self._backend_name == "fake":
+            self._source.find_model(entry.source)
+            return
+        for package in _PACKAGES[self._backend_name]:
+            if importlib.util.find_spec(package) is None:
+                raise _missing(package, self._backend_name)
+        from semantic.adapters.outbound.models.source import LocalModelSource
+
+        LocalModelSource(self._settings.home_dir / "models", STARTER_MODEL).check(entry.source)
+
     def _load(self, entry: ModelEntry, on_progress: OnProgress) -> LoadedModel:
+        self._check(entry)
+        on_progress(f"looking for {entry.id}")
         model = (self._load_fake if self._backend_name == "fake" else self._load_files)(
             entry, on_progress
         )
@@ -260,7 +281,7 @@ def _import_torch(settings: Settings) -> MakeBackend:
         from semantic.adapters.outbound.backends.torch.backend import TorchBackend
         from semantic.adapters.outbound.backends.torch.loading import TorchOptions
     except ModuleNotFoundError as error:
-        raise _missing(error, "torch") from error
+        raise _missing(error.name, "torch") from error
     options = TorchOptions(
         dtype=settings.dtype,
         device=settings.device,
@@ -284,7 +305,7 @@ def _import_mlx(settings: Settings) -> MakeBackend:
         from semantic.adapters.outbound.backends.mlx.backend import MlxBackend
         from semantic.adapters.outbound.backends.mlx.loading import MlxOptions
     except ModuleNotFoundError as error:
-        raise _missing(error, "mlx") from error
+        raise _missing(error.name, "mlx") from error
     options = MlxOptions(
         dtype=settings.dtype,
         device=settings.device,
@@ -302,11 +323,9 @@ def _import_shards(name: Literal["torch", "mlx"], settings: Settings) -> MakeBac
     return lambda directory, spec, hint: load_sharded(directory, spec, settings, name, hint)
 
 
-def _missing(error: ModuleNotFoundError, backend_name: BackendName) -> InvalidRequestError:
+def _missing(package: str | None, backend_name: BackendName) -> InvalidRequestError:
     return InvalidRequestError(
-        f"the {backend_name} backend needs {error.name}; in the directory of the checkout run: "
-        f"{sys.executable} -m pip install -c constraints.txt -e '.[{backend_name}]'",
-        param="backend",
+        missing_extra(f"the {backend_name} backend", package, backend_name), param="backend"
     )
 
 

@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from semantic.adapters.extras import missing_extra
 from semantic.adapters.inbound.http.errors import error_response
 
 if TYPE_CHECKING:
     from semantic.adapters.inbound.mcp.endpoint import McpEndpoint
 
 MCP_PATH = "/mcp"
-MISSING = "the Model Context Protocol needs the package mcp: pip install 'semantic-server[mcp]'"
+
+
+def missing_mcp() -> str:
+    """Say how to install the package `mcp`."""
+    return missing_extra("the Model Context Protocol", "mcp", "mcp")
 
 
 class McpLoader:
@@ -48,7 +53,7 @@ class McpLoader:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if importlib.util.find_spec("mcp") is None or self._made is None:
-            await error_response(501, f"{MISSING}.", "not_implemented")(scope, receive, send)
+            await error_response(501, missing_mcp(), "not_implemented")(scope, receive, send)
             return
         self._wanted.set()
         endpoint = await asyncio.shield(self._made)

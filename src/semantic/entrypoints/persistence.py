@@ -174,6 +174,11 @@ class AgentMemory:
         found = f"{self._num_agents} known, {self._num_parts} block files in {where}"
         return f"{found}; {problem}" if (problem := self._own.problem) else found
 
+    def announce(self, url: str) -> None:
+        """Name the server's address in the cache directory, for commands on the directory."""
+        if self._lock is not None:
+            self._lock.announce(url)
+
     def make_engine(
         self,
         model: LoadedModel,

@@ -11,7 +11,6 @@ import socket
 import ssl
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from http.client import HTTPConnection, HTTPException
 from types import FrameType
@@ -23,8 +22,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from semantic import __version__
-from semantic.adapters.config.settings import STARTER_MODEL, STARTER_NOTE, Settings
-from semantic.adapters.config.terminal import printable
+from semantic.adapters.config.settings import Settings
 from semantic.adapters.inbound.admin.routes import AdminApi, wait_until_drained
 from semantic.adapters.inbound.agents.cache import CacheApi
 from semantic.adapters.inbound.agents.routes import IMPORT_PATH, AgentApi
@@ -57,9 +55,9 @@ from semantic.application.agents.turn_log import PastTurns
 from semantic.application.requests.branches import AgentBranches, BranchLimits
 from semantic.domain.access import LIMIT_KINDS, Allowance
 from semantic.domain.errors import InvalidRequestError, ModelSwapError, SemanticError
+from semantic.entrypoints.banner import LOOPBACK, announce, start_banner
 from semantic.entrypoints.bootstrap import Server
 from semantic.entrypoints.mcp_loader import McpLoader
-from semantic.ports.inbound import ModelState
 
 if TYPE_CHECKING:
     from semantic.adapters.inbound.mcp.endpoint import McpEndpoint
@@ -77,7 +75,6 @@ _EXPOSED_HEADERS = (
     "x-should-retry",
     *(name for kind in LIMIT_KINDS for name in allowance_headers(Allowance(kind, 0, 0, 0.0))),
 )
-_LOOPBACK = "127.0.0.1"
 _MAX_HEADER_BYTES = 2**16  # all headers of a request together
 _CUT_S = 1  # extra time for requests to end after their connection was cut
 
@@ -314,7 +311,9 @@ def _serve(server: Server) -> int:
     connections = _open_connections(settings)
     tls = _tls_context(settings)
     listener = _listen(settings.host, settings.port, connections)
-    url = f"{'https' if tls else 'http'}://{_url_host(settings.host)}:{listener.getsockname()[1]}"
+    port = listener.getsockname()[1]
+    url = f"{'https' if tls else 'http'}://{_url_host(settings.host)}:{port}"
+    server.memory.announce(url.replace("//0.0.0.0:", f"//{LOOPBACK}:").replace("[::]", "[::1]"))
     config = _HttpConfig(
         create_app(server),
         log_config=None,
@@ -329,11 +328,11 @@ def _serve(server: Server) -> int:
     )
     config.handshake_timeout_s = settings.read_timeout_s
     more = listen_for_ollama(settings.ollama_port, connections) if settings.ollama else []
-    sys.stdout.write(printable(_banner(server, url, is_ollama=bool(more))))
-    sys.stdout.flush()
     http = _HttpServer(config, server, lambda: _reload(server, tls))
     failures: list[str] = []
-    threading.Thread(target=_announce, args=(server, http, failures), daemon=True).start()
+    banner = start_banner(server, url, is_ollama=bool(more))
+    announcing = (server, http, banner, failures)
+    threading.Thread(target=announce, args=announcing, daemon=True).start()
     http.run(sockets=[listener, *more])
     for failure in failures:
         raise ModelSwapError(failure)
@@ -428,7 +427,7 @@ def _listen(
 def listen_for_ollama(port: int, connections: OpenConnections) -> list[socket.socket]:
     """Listen on Ollama's port; if it is taken, log that: the server runs without it."""
     try:
-        return [_listen(_LOOPBACK, port, connections, "ollama_port")]
+        return [_listen(LOOPBACK, port, connections, "ollama_port")]
     except InvalidRequestError as error:
         is_ollama = _greeting(port) == OLLAMA_GREETING
         reason = f"Ollama is already running on port {port}" if is_ollama else error.message
@@ -438,7 +437,7 @@ def listen_for_ollama(port: int, connections: OpenConnections) -> list[socket.so
 
 def _greeting(port: int) -> str:
     """The text with which a program on a port answers `GET /`; empty if it does not."""
-    connection = HTTPConnection(_LOOPBACK, port, timeout=1)
+    connection = HTTPConnection(LOOPBACK, port, timeout=1)
     try:
         connection.request("GET", "/", headers={"accept": "text/plain"})
         return connection.getresponse().read(100).decode("utf-8", "replace")
@@ -450,42 +449,3 @@ def _greeting(port: int) -> str:
 
 def _url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _banner(server: Server, url: str, *, is_ollama: bool = False) -> str:
-    port = server.settings.ollama_port
-    ollama = f"\n             http://{_LOOPBACK}:{port}   (Ollama)" if is_ollama else ""
-    return f"""
-  Semantic {__version__}
-  listening  {url}   (OpenAI base URL: {url}/v1; Anthropic: {url}){ollama}
-  model      {server.model_id} on {server.backend_name}, loading
-  home       {server.settings.home_dir}
-  agents     {server.memory.summary}
-
-  Try it:
-  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{{
-    "model": "{server.model_id}", "temperature": 0, "messages": [
-    {{"role": "user", "content": "What is the capital of France? Answer in one sentence."}}]}}'
-
-  Ctrl-C stops.
-"""
-
-
-def _announce(server: Server, http: uvicorn.Server, failures: list[str]) -> None:
-    started = time.monotonic()
-    while server.device.state is ModelState.LOADING:
-        time.sleep(0.05)
-    if server.device.state is ModelState.READY:
-        elapsed = time.monotonic() - started
-        current = server.models.current()
-        how = f" ({current.compute.summary})" if current.compute else ""
-        with contextlib.suppress(BrokenPipeError):  # the reader of stdout has exited
-            ready = f"\n  ready: {server.model_id} after {elapsed:.1f} s{how}\n"
-            if server.model_id == STARTER_MODEL:
-                ready += f"  {STARTER_NOTE}\n"
-            ready += "\n"
-            sys.stdout.write(printable(ready))
-            sys.stdout.flush()
-    elif server.device.state is ModelState.FAILED:
-        failures.append(f"the model could not be loaded: {server.device.detail}")
-        http.should_exit = True

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from semantic import __version__
+from semantic.adapters.extras import missing_extra
 from semantic.entrypoints.cli.app import app, main
 
 pytestmark = pytest.mark.unit
@@ -94,6 +95,19 @@ def test_a_port_in_use_is_a_one_line_error(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("is_pipx", [False, True], ids=["pip", "pipx"])
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(
+    is_pipx: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    if is_pipx:
+        (tmp_path / "pipx_metadata.json").write_text("{}")
+    pip = f"{sys.executable} -m pip install 'semantic-server[otel]'"
+    pipx = "pipx inject semantic-server 'semantic-server[otel]'"
+    expected = f"otel_endpoint needs a_package; install it with: {pipx if is_pipx else pip}"
+    assert missing_extra("otel_endpoint", "a_package", "otel") == expected
+
+
 def test_a_missing_backend_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     arguments = ["serve", "--home", str(tmp_path), "--model", str(tmp_path), "--port", "0"]
@@ -105,7 +119,17 @@ def test_a_missing_backend_is_named_with_the_command_that_installs_it(tmp_path: 
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603
     assert result.returncode == 2
     assert "the torch backend needs torch" in result.stderr
-    assert f"{sys.executable} -m pip install -c constraints.txt -e '.[torch]'" in result.stderr
+    assert f"{sys.executable} -m pip install 'semantic-server[torch]'" in result.stderr
+    assert "listening" not in result.stdout
+
+
+@pytest.mark.parametrize("backend", ["torch", "fake"])
+def test_a_model_that_is_nowhere_is_an_error_without_a_banner(tmp_path: Path, backend: str) -> None:
+    given = ("--home", str(tmp_path), "--port", "0", "--backend", backend, "--model", "no such")
+    result = run("serve", *given)
+    assert result.returncode == 2
+    assert "the model could not be loaded: there is no model 'no such'" in result.stderr
+    assert "listening" not in result.stdout
 
 
 def test_a_home_that_cannot_be_written_is_a_one_line_error(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ class KeyFile(_Entry):
         """Revoke a key; it stays in the list, marked as revoked."""
         if key_id not in {key.id for key in self.keys}:
             raise InvalidRequestError(
-                f"no key {key_id!r}; `semantic keys list` shows all keys.", param="id"
+                f"no key {key_id!r}; `semantic keys ls` shows all keys.", param="id"
             )
         keys = tuple(
             key.model_copy(update={"revoked": key.revoked or _now()}) if key.id == key_id else key

@@ -6,7 +6,7 @@ given by `--config`, `config/<environment>.toml`, `config/default.toml`, the def
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def load_settings(
     if config:
         files.append(_existing(config, "config"))
 
-    toml = {file: _read_toml(file) for file in files if file.is_file()}
+    toml = _read_files([file for file in files if file.is_file()])
 
     class _Layered(Settings):
         @classmethod
@@ -68,16 +68,29 @@ def load_settings(
     try:
         return _Layered(**overrides or {})
     except ValidationError as error:
-        raise _invalid_setting(error.errors()[0], toml) from error
+        raise _invalid_settings(error.errors(), toml) from error
     except SettingsError as error:  # a variable that must hold JSON
         raise InvalidRequestError(f"{error}: it must be JSON") from error
 
 
-def _read_toml(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidRequestError(f"{file} cannot be read: {error}", param="config") from error
+def _read_files(files: Sequence[Path]) -> dict[Path, dict[str, Any]]:
+    found: dict[Path, dict[str, Any]] = {}
+    problems = []
+    for file in files:
+        try:
+            found[file] = tomllib.loads(file.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            problems.append(f"{file} cannot be read: {error}")
+    if problems:
+        raise InvalidRequestError(_together(problems), param="config")
+    return found
+
+
+def _together(problems: Sequence[str]) -> str:
+    """One problem as it is, several as lines."""
+    if len(problems) == 1:
+        return problems[0]
+    return "\n  ".join([f"{len(problems)} problems in the settings:", *problems])
 
 
 def _read_dotenv() -> tuple[DotEnvSettingsSource, str | None]:
@@ -109,9 +122,17 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _invalid_setting(
-    problem: ErrorDetails, toml: Mapping[Path, Mapping[str, Any]]
+def _invalid_settings(
+    problems: Sequence[ErrorDetails], toml: Mapping[Path, Mapping[str, Any]]
 ) -> InvalidRequestError:
+    found = [_describe(problem, toml) for problem in problems]
+    return InvalidRequestError(_together([text for _, text in found]), param=found[0][0])
+
+
+def _describe(
+    problem: ErrorDetails, toml: Mapping[Path, Mapping[str, Any]]
+) -> tuple[str | None, str]:
+    """The name of a setting, and what is wrong with it."""
     name = ".".join(str(part) for part in problem["loc"])
     message = plain_reason(problem)
     if problem["type"] == "extra_forbidden":
@@ -121,8 +142,7 @@ def _invalid_setting(
             message = "unknown setting; a file of settings has no sections"
     text = f"setting {name}: {message}" if name else message
     places = [file for file, values in toml.items() if _is_from(values, problem)]
-    text = f"{text} (in {places[-1]})" if places else text
-    return InvalidRequestError(text, param=name or None)
+    return name or None, f"{text} (in {places[-1]})" if places else text
 
 
 def _is_from(values: Any, problem: ErrorDetails) -> bool:

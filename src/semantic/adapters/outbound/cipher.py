@@ -9,9 +9,9 @@ import re
 import shlex
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
+from semantic.adapters.extras import missing_extra
 from semantic.domain.errors import CacheCorruptionError, InvalidRequestError
 
 MAGIC = b"SEM\x01"
@@ -35,8 +35,7 @@ class Cipher:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415
         except ModuleNotFoundError as error:
             raise InvalidRequestError(
-                f"encryption needs {error.name}; in the directory of the checkout run: "
-                f"{sys.executable} -m pip install -c constraints.txt -e '.[encryption]'",
+                missing_extra("encryption", error.name, "encryption"),
                 param="encryption_key_file",
             ) from error
         self._gcm = AESGCM(key)

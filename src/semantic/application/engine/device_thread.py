@@ -19,6 +19,7 @@ from typing import TypeAlias, assert_never
 
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.model import (
+    STARTING,
     Call,
     Command,
     Exchange,
@@ -225,7 +226,7 @@ class DeviceThread:
                 raise DrainingError("the server is shutting down.", retry_after_s=5)
             if self._has_ended:
                 raise ModelSwapError(f"{self.detail}; restart the server")
-            detail = f"waiting for {len(self._live)} requests to end" if self.model else "starting"
+            detail = f"waiting for {len(self._live)} requests to end" if self.model else STARTING
             self.lifecycle.begin_exchange(exchange, detail)
             self._commands.put(exchange)
         return exchange.done
@@ -290,7 +291,7 @@ class DeviceThread:
             self.lifecycle.set_unloaded(exchange)
             exchange.done.set_result(self._num_cut)
             return None
-        self.lifecycle.note_loading("starting")
+        self.lifecycle.note_loading(STARTING)
         try:
             model = exchange.load(self.lifecycle.note_loading)
             try:

@@ -21,6 +21,7 @@ from semantic.ports.inbound import ModelState
 from semantic.ports.text import GrammarPort, TokenizerPort
 
 T = TypeVar("T")
+STARTING = "starting"  # the loading step before the model was checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +229,7 @@ class ModelLifecycle:
     def __init__(self) -> None:
         self.lock = threading.RLock()  # reentrant: a signal handler may run while it is held
         self.state = ModelState.LOADING
-        self.detail = "starting"
+        self.detail = STARTING
         self.model: LoadedModel | None = None
         self.longest_sequence = 0
         self.served: ModelEntry | None = None

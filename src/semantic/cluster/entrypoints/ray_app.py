@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.config.sources import load_settings
+from semantic.adapters.extras import missing_extra
 from semantic.adapters.outbound.blocks.directory import DirectoryLock
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.bootstrap import Server, bootstrap
@@ -269,9 +270,8 @@ def run_cluster(settings: Settings) -> int:
         import ray
         from ray import serve
     except ModuleNotFoundError as error:
-        raise InvalidRequestError(
-            f"semantic cluster needs {error.name}: pip install 'semantic-server[cluster]'"
-        ) from error
+        message = missing_extra("semantic cluster", error.name, "cluster")
+        raise InvalidRequestError(message) from error
     options = settings.model_dump(mode="json", exclude_unset=True)
     try:
         ray.init(settings.ray_address or "local", **_quiet(settings.ray_address))

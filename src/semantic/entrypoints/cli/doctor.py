@@ -20,6 +20,7 @@ from rich.text import Text
 
 from semantic import __version__
 from semantic.adapters.config.settings import Settings
+from semantic.adapters.extras import install_command
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.blocks.format import FORMATS
 from semantic.adapters.outbound.cipher import load_cipher
@@ -100,7 +101,7 @@ def _backends(_: Settings) -> Iterator[Finding]:
     for name, version in found.items():
         if version is None:
             others = [one for one, there in found.items() if there and one != name]
-            advice = f"pip install 'semantic-server[{name}]'"
+            advice = install_command(name)
             level: Literal["note", "bad"] = "note" if others else "bad"
             yield Finding(name, level, "not installed", advice)
         else:

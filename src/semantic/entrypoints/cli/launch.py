@@ -21,7 +21,7 @@ import typer
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
 from semantic.entrypoints.cli.flags import print_json, with_server
-from semantic.entrypoints.mcp_loader import MCP_PATH, MISSING
+from semantic.entrypoints.mcp_loader import MCP_PATH, missing_mcp
 
 if TYPE_CHECKING:
     from mcp.client._transport import ReadStream, WriteStream
@@ -275,7 +275,7 @@ def mcp(client: ServerClient) -> int:
     try:
         import mcp.client.streamable_http  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ServerError(f"{MISSING}.") from error
+        raise ServerError(missing_mcp()) from error
     client.call("GET", "/health/live")  # a clear message if no server answers
     asyncio.run(_bridge(client.url + MCP_PATH, client.key))
     return 0

@@ -200,6 +200,24 @@ def test_a_wrong_setting_is_named(tmp_path: Path, text: str, words: str) -> None
         load_settings(config=given)
 
 
+def test_all_problems_are_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tmp_path / "mine.toml"
+    given.write_text('port = 70000\nkv_bit = 8\ntrusted_export_keys = { a = "x", b = "y" }\n')
+    with pytest.raises(InvalidRequestError) as refused:
+        load_settings({"log_level": "loud"}, config=given)
+    first, *problems = refused.value.message.split("\n  ")
+    assert first == "5 problems in the settings:"
+    names = ["log_level", "port", "trusted_export_keys.a", "trusted_export_keys.b", "kv_bit"]
+    assert sorted(line.split(":")[0].removeprefix("setting ") for line in problems) == sorted(names)
+    assert sum(line.endswith(f"(in {given})") for line in problems) == 4
+
+    monkeypatch.setenv("SEMANTIC_ENVIRONMENT", "special")
+    for file in (given, tmp_path / "special.toml"):
+        file.write_text("port = ")
+    with pytest.raises(InvalidRequestError, match=r"(?s)special\.toml cannot.*mine\.toml cannot"):
+        load_settings(config=given, config_dir=tmp_path)
+
+
 def test_missing_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidRequestError, match=r"gone\.toml"):
         load_settings(config=tmp_path / "gone.toml")

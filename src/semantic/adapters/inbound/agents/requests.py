@@ -275,7 +275,7 @@ class Generate(_Schema):
         }
     )
 
-    message: Text | None = Field(None, description="a user message")
+    message: Annotated[Text, Field(min_length=1)] | None = Field(None, description="a user message")
     messages: list[NewMessage] | None = Field(
         None,
         min_length=1,

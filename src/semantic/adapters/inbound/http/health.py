@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, Field
 
 from semantic import __version__
+from semantic.application.engine.model import STARTING
 from semantic.application.models.registry import ModelRegistry
 from semantic.ports.inbound import ModelState, ModelStatus
 from semantic.ports.telemetry import Readings
@@ -83,7 +84,7 @@ def health_router(models: ModelRegistry, condition: Callable[[], Condition]) -> 
 def _state(model: ModelStatus, *, is_draining: bool) -> str:
     if is_draining and model.state in _ANSWERING:
         return "draining"
-    is_starting = model.state is ModelState.LOADING and model.detail == "starting"
+    is_starting = model.state is ModelState.LOADING and model.detail == STARTING
     return "starting" if is_starting else model.state.value
 
 

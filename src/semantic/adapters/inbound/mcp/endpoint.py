@@ -8,7 +8,6 @@ from mcp import types
 from mcp.server import Server, ServerRequestContext
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 from pydantic import ValidationError
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from semantic import __version__
@@ -16,7 +15,6 @@ from semantic.adapters.inbound.mcp.tools import McpTools
 from semantic.domain.agents import Principal
 from semantic.domain.errors import SemanticError
 
-MCP_PATH = "/mcp"
 _INSTRUCTIONS = (
     "Agents on this server keep their whole conversation in a KV cache. Ask another agent, or an "
     "earlier self, without changing it (ask_agent); fork an agent to try several ways, compare the "
@@ -38,10 +36,6 @@ class McpEndpoint:
             on_call_tool=self._call,
         )
         self._manager = StreamableHTTPSessionManager(server, json_response=True, stateless=True)
-
-    @property
-    def route(self) -> Route:
-        return Route(MCP_PATH, endpoint=self, include_in_schema=False)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

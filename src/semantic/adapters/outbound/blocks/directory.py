@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from semantic.adapters.outbound.blocks.listing import BLOCKS, QUARANTINE
 from semantic.adapters.outbound.ledger.files import SIDECARS
@@ -166,6 +167,23 @@ def _restrict(name: str, directory: int) -> None:
 # -- the lock -----------------------------------------------------------------------------------
 
 
+class DirectoryInUseError(InvalidRequestError):
+    """Another process holds the lock of a directory.
+
+    Attributes:
+        url: Where the process listens; empty if it is no server, or does not listen yet.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        holder = _read_holder(directory / LOCK_FILE)
+        super().__init__(
+            f"{directory} is in use by another server ({_describe(holder)}). Stop it, "
+            "or choose another --cache-dir.",
+            param="cache_dir",
+        )
+        self.url = str(holder.get("url", ""))
+
+
 class DirectoryLock:
     """Locks a directory from construction until `close` or the end of the process.
 
@@ -180,7 +198,7 @@ class DirectoryLock:
         """Take the lock.
 
         Raises:
-            InvalidRequestError: another process holds the lock; the message names it.
+            DirectoryInUseError: another process holds the lock; the message names it.
             CachePersistenceError: the directory cannot be written, or its file system has no locks.
         """
         self.path = directory / LOCK_FILE
@@ -205,6 +223,11 @@ class DirectoryLock:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(is_refused=kind is not None)
+
+    def announce(self, url: str) -> None:
+        """Name the address of this server in the lock file, for commands on the directory."""
+        with suppress(OSError):  # on a full disk
+            _write_holder(self._handles[-1], url)
 
     def close(self, *, is_refused: bool = False) -> None:
         """Release the lock, once; with `is_refused`, restore the lock file's former content."""
@@ -240,11 +263,7 @@ class DirectoryLock:
         try:
             fcntl.flock(self._handles[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InvalidRequestError(
-                f"{directory} is in use by another server ({_holder(self.path)}). Stop it, "
-                "or choose another --cache-dir.",
-                param="cache_dir",
-            ) from None
+            raise DirectoryInUseError(directory) from None
         except OSError:
             if is_needed:
                 raise
@@ -255,19 +274,27 @@ class DirectoryLock:
         return False
 
 
-def _write_holder(handle: int) -> None:
+def _write_holder(handle: int, url: str = "") -> None:
     os.ftruncate(handle, 0)
-    holder = {"pid": os.getpid(), "started_at": time.time()}
+    holder = {"pid": os.getpid(), "started_at": time.time(), "url": url}
     os.pwrite(handle, json.dumps(holder).encode() + b"\n", 0)
 
 
-def _holder(path: Path) -> str:
+def _read_holder(path: Path) -> dict[str, Any]:
+    """What the lock file says of its owner; empty if it cannot be read."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             holder = json.loads(os.pread(handle, _MAX_HOLDER, 0))
         finally:
             os.close(handle)
+    except (OSError, ValueError):
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _describe(holder: dict[str, Any]) -> str:
+    try:
         started = datetime.fromtimestamp(holder["started_at"], UTC)
         return f"process {int(holder['pid'])}, since {started:%Y-%m-%d %H:%M:%S} UTC"
     except (KeyError, OSError, OverflowError, TypeError, ValueError):

@@ -93,6 +93,17 @@ class LocalModelSource:
             f"or {self._starter_model!r}."
         )
 
+    def check(self, model: str) -> None:
+        """Refuse a model that cannot be found, or whose files are damaged; downloads nothing.
+
+        Raises:
+            ModelNotFoundError: no such model.
+            InvalidRequestError: a file of a directory on this machine is damaged.
+        """
+        self.require_findable(model)
+        if (found := self._here(model)) is not None and found.is_dir():
+            read_config(found)
+
     def _starter(self, on_progress: Callable[[str], None]) -> Path:
         directory = self.models_dir / self._starter_model
         if not (directory / "config.json").is_file():
