@@ -1,10 +1,14 @@
 """Serve your own model: any Hugging Face directory, or a tiny model that this example creates.
 
 It starts a server of its own: python -m examples.custom_model [MODEL DIRECTORY]
+
+Without a directory, the example creates a tiny model with random weights and the tokenizer of the
+starter model.
 """
 
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -38,14 +42,21 @@ def make_tiny_model(tokenizer_from: Path, directory: Path) -> Path:
     return directory
 
 
+def starter_directory() -> Path:
+    """Find the starter model, which is copied or downloaded the first time."""
+    pull = [sys.executable, "-m", "semantic", "models", "pull", "starter", "--json"]
+    done = subprocess.run(pull, stdout=subprocess.PIPE, check=True)  # noqa: S603
+    return Path(json.loads(done.stdout)["directory"])
+
+
 def main() -> None:
     """Run the example."""
     with tempfile.TemporaryDirectory() as scratch:
         home = Path(scratch) / "home"
         home.mkdir()
-        given = Path(sys.argv[1])
-        is_whole = any(given.glob("*.safetensors")) and "--tiny" not in sys.argv
-        model = given if is_whole else make_tiny_model(given, Path(scratch) / "my-tiny-llama")
+        tiny = Path(scratch) / "my-tiny-llama"
+        given = sys.argv[1:]
+        model = Path(given[0]) if given else make_tiny_model(starter_directory(), tiny)
         with server(home, "--model", str(model)) as http:
             served = call(http, "GET", "/v1/models")["data"][0]
             print("serving:", served["id"], "with a context of", served["max_context"])

@@ -78,9 +78,10 @@ def test_the_example_that_restarts(
 
 
 def test_the_example_with_a_model_of_ones_own(
-    starter_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    starter_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run("custom_model", str(starter_model_dir), "--tiny", monkeypatch=monkeypatch)
+    monkeypatch.setenv("SEMANTIC_HOME", str(starter_home))
+    run("custom_model", monkeypatch=monkeypatch)
 
     said = capsys.readouterr().out
     assert "serving: my-tiny-llama with a context of 2048" in said

@@ -1,7 +1,11 @@
 """`semantic cache`, over directories that real servers left."""
 
 import contextlib
+import json
+import os
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +13,7 @@ import pytest
 from semantic.entrypoints.cli.app import main
 from tests.chaos.talk import ask
 from tests.http_server import RunningServer, make_settings, run_server
+from tests.smoke.server_process import serve_forked
 
 pytestmark = pytest.mark.integration
 
@@ -157,6 +162,43 @@ def test_gc_keeps_the_beginning_of_what_lost_its_end(home: Path) -> None:
         body = {"model": running.model, "messages": content, "max_tokens": 5}
         usage = http.post("/v1/chat/completions", json=body).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_running_server_does_the_work(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    num_files = len(block_files(home))
+    key = "the key of an operator"
+    with serve_forked(home, home / "log", "--backend", "fake", admin_key=key) as server:
+        given = ("--home", str(home), "--key", key)
+        assert main(["cache", "stats", *given]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[:2] == [f"directory  {home}/cache, in use by {server.url}", "agents     2"]
+        assert lines[2].startswith(f"files      {num_files}, ")
+        assert main(["cache", "verify", *given]) == 0
+        assert f"checked {num_files} files: no bad files" in capsys.readouterr().out
+        with server.client(headers={"authorization": f"Bearer {key}"}) as http:
+            http.delete("/v1/agents/critic").raise_for_status()
+        assert main(["cache", "gc", *given, "--orphan-age-h", "0", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["freed_bytes"] > 0
+        assert 0 < len(block_files(home)) < num_files
+        assert main(["cache", "stats", "--home", str(home)]) == 2
+        assert "Give a key with --key" in capsys.readouterr().err
+    assert main(["cache", "stats", "--home", str(home)]) == 0
+
+
+def test_gc_that_cannot_delete_a_file_fails_with_the_reason(home: Path) -> None:
+    with run_server(make_settings(home)) as running:
+        running.server.memory.agents.delete("local", "critic")
+    for file in block_files(home):
+        file.parent.chmod(0o500)
+    command = [sys.executable, "-m", "semantic", "cache", "gc", "--home", str(home)]
+    if os.geteuid() == 0:  # root may delete files everywhere
+        command = ["setpriv", "--bounding-set=-dac_override", *command]
+    done = subprocess.run(  # noqa: S603 - our own command
+        [*command, "--orphan-age-h", "0"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last == "semantic: incomplete: cannot delete a block: Permission denied"
 
 
 @pytest.mark.parametrize("action", ["stats", "verify", "gc"])

@@ -74,9 +74,46 @@ def test_an_agent_lives_at_the_command_line(run: Run) -> None:
     assert len(asked(run, "agents", "log", "ann", "--graph")["turns"]) == 3
     assert "> More." in run("agents", "log", "ann")
 
+    assert "of the latest prompt's" in run("agents", "explain", "ann").casefold()
+    assert (
+        asked(run, "agents", "explain", "ben", "--turn", first["head"])["turn_id"] == first["head"]
+    )
+    printed = run("agents", "print", "ann").split("\n")
+    assert [line for line in printed if line in ("user", "assistant")] == ["user", "assistant"] * 2
+    assert [line for line in printed if line in ("Hello.", "More.")] == ["Hello.", "More."]
+    assert "Hello." not in run("agents", "print", "ann", "-n", "1")
+
     assert {"ann", "ben", "cid"} <= {one["id"] for one in asked(run, "agents", "ls")}
+    assert asked(run, "agents", "list") == asked(run, "agents", "ls")
     table = run("agents", "ls", "--prefix", "a").splitlines()
     assert [line.split()[0] for line in table] == ["agent", "ann"]
+
+
+def test_an_agent_is_pinned_and_renamed(run: Run) -> None:
+    reply = asked(run, "chat", "kim", "-m", "Hi.", "--max-tokens", "4", "--system", "Be brief.")
+    assert run("agents", "pin", "kim") == "kim is pinned\n"
+    assert run("agents", "rename", "kim", "lee") == "kim is now lee\n"
+    lee = asked(run, "agents", "show", "lee")
+    assert (lee["head"], lee["settings"]["pin"]) == (reply["turn_id"], True)
+    assert lee["settings"]["system"] == "Be brief."
+    assert asked(run, "chat", "lee", "-m", "More.", "--max-tokens", "4")["usage"]["cached_tokens"]
+    assert "no agent 'kim'" in run("agents", "show", "kim", status=2)
+    assert "already exists" in run("agents", "rename", "lee", "lee", status=2)
+    assert run("agents", "pin", "lee", "--off") == "lee is not pinned\n"
+
+
+def test_a_graph_nests_what_follows_a_turn_with_siblings(run: Run) -> None:
+    """Three turns in a line, and a fork of the first: the third is not beside the fork."""
+    brief = ("--max-tokens", "2")
+    for message in ("one", "two", "three"):
+        run("chat", "mia", "-m", message, *brief)
+    run("agents", "fork", "mia", "noa")
+    run("agents", "rewind", "noa", "2")
+    run("chat", "noa", "-m", "other", *brief)
+    graph = [line for line in run("agents", "log", "mia", "--graph").splitlines() if "→" in line]
+    depth = {line.split(" →")[0].split()[-1]: line.index("─") for line in graph}
+    assert list(depth) == ["one", "two", "three", "other"]
+    assert depth["one"] < depth["two"] == depth["other"] < depth["three"]
 
 
 def test_a_conversation_with_commands(run: Run) -> None:
@@ -100,6 +137,35 @@ def test_a_conversation_with_commands(run: Run) -> None:
     words = "already exists with another system prompt"
     assert words in run("chat", "dora", "--system", "Be long.", "-m", "x", status=2)
     assert "needs --message" in run("chat", "dora", "--json", status=2)
+
+
+def test_a_chat_has_messages_of_several_lines_and_options(run: Run) -> None:
+    given = (
+        "/set\n/set max_tokens 3\n/set seed x\n/set colour 1\n/system\n/system Be kind.\n"
+        '"""first\n  second"""\n"""third"""\nfourth \\\nfifth\n/retry\n/set max_tokens\n/bye\n'
+    )
+    said = run("chat", "olga", given=given)
+    for words in (
+        "max_tokens          3",
+        "seed needs an integer, not 'x'",
+        "unknown option 'colour'",
+        "no system prompt",
+        "system prompt: Be kind.",
+    ):
+        assert words in said
+    assert said.split("max_tokens")[-1].split()[0] == "default"
+    turns = asked(run, "agents", "log", "olga")
+    asked_for = [t["messages"][-2]["content"][0]["text"] for t in reversed(turns)]
+    assert asked_for == ["first\n  second", "third", "fourth \nfifth"]
+    assert all(turn["usage"]["completion_tokens"] <= 3 for turn in turns)
+    assert asked(run, "agents", "show", "olga")["settings"]["system"] == "Be kind."
+    assert "has no message to send again" in run("chat", "paul", given="/retry\n")
+
+
+@pytest.mark.parametrize("message", ["", " \n"])
+def test_an_empty_message_is_refused(run: Run, message: str) -> None:
+    assert "--message is empty" in run("chat", "quinn", "-m", message, status=2)
+    assert "no agent 'quinn'" in run("agents", "show", "quinn", status=2)
 
 
 def test_an_agent_goes_through_a_file(run: Run, tmp_path: Path) -> None:
@@ -160,6 +226,15 @@ def test_models_are_listed_and_swapped(run: Run) -> None:
     assert "nowhere" in run("models", "swap", "nowhere", status=2)
 
 
+def test_a_model_is_unloaded_until_the_next_request(run: Run) -> None:
+    assert "fake-2 is not loaded; fake is" in run("stop", "fake-2", status=2)
+    assert run("stop", "fake") == "unloaded fake; the next request loads it again\n"
+    assert "no model is loaded" in run("stop", status=2)
+    run("chat", "rosa", "-m", "Hi.", "--max-tokens", "2")
+    assert asked(run, "ps")["health"]["state"] == "ready"
+    assert asked(run, "models", "list")[0]["state"] == "loaded"
+
+
 def test_a_model_is_fetched_without_a_server(run: Run, tmp_path: Path) -> None:
     place = tmp_path / "home" / "models" / "mine"
     place.mkdir(parents=True)
@@ -182,11 +257,15 @@ JSON_COMMANDS = {
     "agents ls": (),
     "agents show": ("jo",),
     "agents log": ("jo",),
+    "agents explain": ("jo",),
+    "agents print": ("jo",),
+    "agents pin": ("jo",),
     "agents fork": ("jo", "jo2"),
     "agents rewind": ("jo2", "1"),
+    "agents rename": ("jo2", "jo4"),
     "agents export": ("jo",),
     "agents import": ("jo.tar", "--id", "jo3"),
-    "agents rm": ("jo2", "jo3", "-y"),
+    "agents rm": ("jo4", "jo3", "-y"),
     "models ls": (),
     "models swap": ("fake",),
     "models recommend": ("--home", "home"),
@@ -194,15 +273,16 @@ JSON_COMMANDS = {
     "models show": ("whole", "--home", "home"),
     "models rm": ("whole", "--home", "home", "-y"),
     "ps": (),
+    "stop": (),
     "top": (),
-    "bench": ("--tokens", "64", "--rounds", "1"),
+    "bench": ("--tokens", "300", "--rounds", "1"),
     "doctor": ("--home", "home", "--port", "0", "--native", "off"),
     "cache stats": ("--home", "home"),
     "cache verify": ("--home", "home"),
     "cache gc": ("--home", "home"),
     "cache export-key": ("--home", "home"),
     "keys add": ("--home", "home"),
-    "keys list": ("--home", "home"),
+    "keys ls": ("--home", "home"),
     "keys revoke": ("--home", "home"),
 }
 # A server's log, and another program's screen.
@@ -249,7 +329,7 @@ def test_every_command_that_prints_data_prints_json(run: Run, tmp_path: Path) ->
         more = (found["keys add"]["id"],) if name == "keys revoke" else ()
         found[name] = asked(run, *name.split(), *arguments, *more)
     assert found["agents export"]["file"] == "jo.tar"
-    assert found["agents rm"] == {"deleted": ["jo2", "jo3"]}
+    assert found["agents rm"] == {"deleted": ["jo4", "jo3"]}
     assert found["models pull"]["bytes"] == 2
     assert found["models show"]["weights"] == "BF16"
     assert found["models rm"]["freed_bytes"] > 100
@@ -258,17 +338,19 @@ def test_every_command_that_prints_data_prints_json(run: Run, tmp_path: Path) ->
     assert found["ps"]["health"]["model"] == "fake"
     assert (found["cache stats"]["agents"], found["cache verify"]["bad"]) == (0, [])
     assert found["cache gc"]["deleted_files"] == 0
-    assert [key["id"] for key in found["keys list"]["keys"]] == [found["keys add"]["id"]]
-    assert found["keys add"]["key"] not in json.dumps(found["keys list"])
+    assert [key["id"] for key in found["keys ls"]["keys"]] == [found["keys add"]["id"]]
+    assert found["keys add"]["key"] not in json.dumps(found["keys ls"])
+    assert asked(run, "keys", "list", "--home", "home")["keys"][0]["revoked"] is not None
     assert list(found["bench"]["first_token_s"]) == ["computed", "disk", "memory", "hot"]
+    assert 0 <= 300 - found["bench"]["prompt_tokens"] < 10  # tokens of the fake model are bytes
     assert all(seconds > 0 for seconds in found["bench"]["first_token_s"].values())
     assert "tokens/s" in run("bench", *JSON_COMMANDS["bench"])
     assert not [one for one in asked(run, "agents", "ls") if one["id"].startswith("bench-")]
 
 
 def leaves(command: Any, *path: str) -> Iterator[str]:
-    """The names of all commands."""
-    if not hasattr(command, "commands"):
+    """The names of all commands but aliases."""
+    if not hasattr(command, "commands") and not command.hidden:
         yield " ".join(path)
     for name, one in getattr(command, "commands", {}).items():
         yield from leaves(one, *path, name)

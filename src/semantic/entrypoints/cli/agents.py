@@ -1,4 +1,4 @@
-"""`semantic agents`: list, show, fork, rewind, export and delete the agents of a server."""
+"""`semantic agents`: list, show, fork, rewind, rename, export and delete the agents of a server."""
 
 import functools
 import tempfile
@@ -38,7 +38,7 @@ from semantic.entrypoints.cli.screen import (
 )
 
 agents_app = typer.Typer(
-    help="List, show, fork, rewind, export and delete agents.", no_args_is_help=True
+    help="List, show, fork, rewind, rename, export and delete agents.", no_args_is_help=True
 )
 
 
@@ -65,6 +65,7 @@ _MANY = 1_000  # the most agents whose turns a graph reads
 
 
 @agents_app.command("ls")
+@agents_app.command("list", hidden=True)
 @with_server
 def list_agents(
     client: ServerClient,
@@ -74,7 +75,7 @@ def list_agents(
         str | None, typer.Option(help="only agents with this label, NAME:VALUE")
     ] = None,
 ) -> Answer:
-    """List agents, the most recently used first."""
+    """List agents, the most recently used first (also: `list`)."""
     wanted = {"prefix": prefix, "label": label}
     query = {name: value for name, value in wanted.items() if value is not None}
     with Spinner("reading agents"):
@@ -111,6 +112,51 @@ def show(client: ServerClient, agent: AgentId) -> Answer:
         if value:
             made.add_row(Text(name, "dim"), value)
     return Answer({**found, "explanation": why}, Group(made, Text(why["summary"])))
+
+
+@agents_app.command()
+@with_server
+def explain(
+    client: ServerClient,
+    agent: AgentId,
+    *,
+    turn: Annotated[
+        str | None, typer.Option(help="explain this turn (default: the latest)")
+    ] = None,
+) -> Answer:
+    """Show what a turn's prompt reused, and where it diverged from the stored conversation."""
+    query = {"turn_id": turn} if turn else {}
+    why = client.call("GET", f"/v1/agents/{agent}/explain", params=query)
+    return Answer(why, explanation(why))
+
+
+def explanation(why: Json) -> Group:
+    """Draw the server's explanation of a turn."""
+    lines = [reuse_bar(why["reuse"]), Text(why["summary"])]
+    if left := why["diverged"]:
+        lines.append(Text(f"…{left['before']}", "dim"))
+        lines.append(Text(f"- {left['expected']}", "red"))
+        lines.append(Text(f"+ {left['actual']}", "green"))
+    return Group(*lines)
+
+
+@agents_app.command("print")
+@with_server
+def print_conversation(
+    client: ServerClient,
+    agent: AgentId,
+    *,
+    limit: Annotated[
+        int | None, typer.Option("-n", "--limit", min=1, help="only this many latest turns")
+    ] = None,
+) -> Answer:
+    """Print an agent's conversation, the oldest message first."""
+    turns = list(islice(client.pages(f"/v1/agents/{agent}/turns", "before"), limit))
+    messages = [message for turn in reversed(turns) for message in turn["messages"]]
+    lines = []
+    for message in messages:
+        lines += [Text(message["role"], "bold"), Text(f"{message_text(message).strip()}\n")]
+    return Answer(messages, Group(*lines) if lines else f"{agent} has no turns yet")
 
 
 @agents_app.command()
@@ -181,6 +227,36 @@ def rewind(
     )
     head = found["head"] or "before the first"
     return Answer(found, f"{agent} is at turn {found['turns']}, {head}")
+
+
+@agents_app.command()
+@with_server
+def pin(
+    client: ServerClient,
+    agent: AgentId,
+    *,
+    off: Annotated[bool, typer.Option("--off", help="unpin it")] = False,
+) -> Answer:
+    """Keep an agent's KV cache on disk, even if that exceeds the disk budget."""
+    found = client.call("PATCH", f"/v1/agents/{agent}", json={"pin": not off})
+    return Answer(found, f"{agent} is {'not ' if off else ''}pinned")
+
+
+@agents_app.command()
+@with_server
+def rename(
+    client: ServerClient, agent: AgentId, name: Annotated[str, AgentArgument(metavar="NAME")]
+) -> Answer:
+    """Give an agent another name; its turns, settings and KV cache stay."""
+    found = client.call("GET", f"/v1/agents/{agent}")
+    if found["busy"]:
+        raise InvalidRequestError(f"{agent} is generating a reply; rename it when that has ended")
+    # If a later request fails, both names exist and nothing is lost.
+    client.call("POST", f"/v1/agents/{agent}/fork", json={"ids": [name]})
+    pinned = {"pin": found["settings"]["pin"]}  # a fork is not pinned
+    made = client.call("PATCH", f"/v1/agents/{name}", json=pinned)
+    client.call("DELETE", f"/v1/agents/{agent}")
+    return Answer(made, f"{agent} is now {name}")
 
 
 @agents_app.command("rm")
@@ -295,7 +371,10 @@ def _family(client: ServerClient, agent: str) -> tuple[dict[str, Json], dict[str
 
 
 def turn_tree(turns: dict[str, Json], heads: dict[str, str | None], agent: str) -> Tree:
-    """Draw turns as a tree that indents only where conversations diverge."""
+    """Draw turns as a tree that indents only where conversations diverge.
+
+    A turn stands below the turn before it, unless one of the two has siblings: then it is indented.
+    """
     children: dict[str | None, list[Json]] = {}
     for turn in sorted(turns.values(), key=lambda one: float(one["created_at"])):
         parent = turn["parent"] if turn["parent"] in turns else None
@@ -309,7 +388,9 @@ def turn_tree(turns: dict[str, Json], heads: dict[str, str | None], agent: str) 
         branch, turn = todo.pop()
         node = branch.add(_turn_line(turn, names.get(turn["id"], [])))
         following = children.get(turn["id"], [])
-        below = branch if len(following) == 1 else node
+        parent = turn["parent"] if turn["parent"] in turns else None
+        is_line = len(following) == 1 and len(children[parent]) == 1
+        below = branch if is_line else node
         todo += [(below, one) for one in reversed(following)]
     return root
 

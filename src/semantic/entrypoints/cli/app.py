@@ -12,10 +12,10 @@ from semantic.domain.errors import SemanticError
 from semantic.entrypoints.cli.agents import agents_app
 from semantic.entrypoints.cli.chat import chat
 from semantic.entrypoints.cli.doctor import doctor
-from semantic.entrypoints.cli.flags import Answer, with_settings
+from semantic.entrypoints.cli.flags import Answer, Key, with_settings
 from semantic.entrypoints.cli.keys import keys_app
 from semantic.entrypoints.cli.launch import launch, mcp
-from semantic.entrypoints.cli.models import models_app, ps
+from semantic.entrypoints.cli.models import models_app, ps, stop
 from semantic.entrypoints.cli.screen import say
 from semantic.entrypoints.cli.watch import bench, top
 
@@ -79,7 +79,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 cache_app = typer.Typer(
-    help="Inspect, check or clean a cache directory while no server uses it.",
+    help="Inspect, check or clean a cache directory, also through the server that uses it.",
     no_args_is_help=True,
 )
 
@@ -175,20 +175,20 @@ def shard(
 
 @cache_app.command()
 @with_settings("cache_dir", "home")
-def stats(settings: Settings) -> Answer:
+def stats(settings: Settings, *, key: Key = None) -> Answer:
     """Show how many agents, turns and files a cache directory has."""
-    return _cache("stats", settings)
+    return _cache("stats", settings, key=key)
 
 
 @cache_app.command()
 @with_settings("cache_dir", "home")
-def verify(settings: Settings) -> Answer:
+def verify(settings: Settings, *, key: Key = None) -> Answer:
     """Read every file and every turn and compare them with their checksums.
 
     Damaged files are moved to quarantine; the server recomputes their content when it is needed. A
     damaged ledger is restored from its backup. The exit status is 1 if anything was damaged.
     """
-    return _cache("verify", settings)
+    return _cache("verify", settings, key=key)
 
 
 @cache_app.command()
@@ -205,9 +205,13 @@ def gc(
             f"(default: the setting orphan_ttl_h, {Settings.model_fields['orphan_ttl_h'].default})",
         ),
     ] = None,
+    key: Key = None,
 ) -> Answer:
-    """Delete orphans (blocks and turns that no agent reaches) and old quarantined files."""
-    return _cache("gc", settings, orphan_age_h)
+    """Delete orphans (blocks and turns that no agent reaches) and old quarantined files.
+
+    The exit status is 1 if something could not be deleted; the reason is printed.
+    """
+    return _cache("gc", settings, orphan_age_h, key)
 
 
 @cache_app.command()
@@ -221,13 +225,15 @@ def export_key(settings: Settings) -> Answer:
     return _cache("export-key", settings)
 
 
-def _cache(action: str, settings: Settings, orphan_age_h: float | None = None) -> Answer:
+def _cache(
+    action: str, settings: Settings, orphan_age_h: float | None = None, key: str | None = None
+) -> Answer:
     from semantic.entrypoints.cli.cache import run_cache
 
-    return run_cache(action, settings, orphan_age_h)
+    return run_cache(action, settings, orphan_age_h, key)
 
 
-for command in (chat, ps, top, bench, launch, mcp):
+for command in (chat, ps, stop, top, bench, launch, mcp):
     app.command(rich_help_panel=_USING)(command)
 app.command(rich_help_panel=_UPKEEP)(doctor)
 app.add_typer(agents_app, name="agents", rich_help_panel=_USING)

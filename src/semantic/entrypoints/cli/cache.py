@@ -1,15 +1,16 @@
-"""`semantic cache`: inspect, check and clean a cache directory while no server uses it."""
+"""`semantic cache`: inspect, check and clean a cache directory, or ask the server that uses it."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 from typing import TypeAlias
 
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound.blocks.agent_archive import own_key
-from semantic.adapters.outbound.blocks.directory import DirectoryLock, claim
+from semantic.adapters.outbound.blocks.directory import DirectoryInUseError, DirectoryLock, claim
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.blocks.listing import TEMPORARY
 from semantic.adapters.outbound.cipher import load_cipher
@@ -24,7 +25,7 @@ from semantic.domain.blocks import BlockPart, PartKey
 from semantic.domain.errors import CachePersistenceError, InvalidRequestError
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
-from semantic.entrypoints.cli.client import Json
+from semantic.entrypoints.cli.client import Json, ServerClient
 from semantic.entrypoints.cli.flags import Answer
 from semantic.entrypoints.cli.screen import Spinner, size
 from semantic.ports.storage import LedgerState
@@ -37,15 +38,20 @@ _SPEC = ModelCacheSpec("none", (LayerSpec(LayerKind.FULL, 1, 1, 1),), vocab_size
 _Origin: TypeAlias = tuple[str, str, str]
 
 
-def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None) -> Answer:
+def run_cache(
+    action: str, settings: Settings, orphan_age_h: float | None = None, key: str | None = None
+) -> Answer:
     """Run one of the commands: stats, verify, gc or export-key.
 
     Args:
         orphan_age_h: For gc, the least age of orphans to delete; None applies the setting.
+        key: Sent to the server that uses the directory, if there is one.
 
     Raises:
-        InvalidRequestError: there is no such directory, it is not a cache, or a server uses it.
+        InvalidRequestError: there is no such directory, it is not a cache, or a process uses it
+            that is no server.
         CachePersistenceError: the ledger or its files cannot be opened.
+        ServerError: the server that uses the directory refused, or did not answer.
     """
     if action == "export-key":
         key = own_key(settings.export_key_file).hex()
@@ -57,6 +63,17 @@ def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None
             param="cache_dir",
         )
     claim(directory)
+    try:
+        return _run_alone(action, settings, orphan_age_h)
+    except DirectoryInUseError as error:
+        if not error.url:
+            raise
+        with ServerClient(error.url, key) as client, Spinner(f"asking {error.url}") as status:
+            return _ask_server(action, directory, client, orphan_age_h, status)
+
+
+def _run_alone(action: str, settings: Settings, orphan_age_h: float | None) -> Answer:
+    directory = settings.effective_cache_dir
     with ExitStack() as stack:
         status = stack.enter_context(Spinner(f"reading {directory}"))
         stack.enter_context(DirectoryLock(directory))
@@ -74,7 +91,63 @@ def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None
             age_h = settings.orphan_ttl_h if orphan_age_h is None else orphan_age_h
             found = cache.collect(age_h * 3600)
     is_bad = bool(found.get("bad")) or not found.get("ledger_sound", True)
-    return Answer(found, "\n".join(cache.lines), status=int(is_bad))
+    if cache.incomplete:
+        found["incomplete"] = cache.incomplete
+    note = f"semantic: incomplete: {cache.incomplete}" if cache.incomplete else ""
+    return Answer(found, "\n".join(cache.lines), note, status=int(is_bad or bool(note)))
+
+
+def _ask_server(
+    action: str,
+    directory: Path,
+    client: ServerClient,
+    orphan_age_h: float | None,
+    status: Spinner,
+) -> Answer:
+    if action == "stats":
+        return _served_stats(directory, client)
+    if action == "gc":
+        body = {} if orphan_age_h is None else {"orphan_age_s": orphan_age_h * 3600}
+        freed = client.call("POST", "/v1/cache/gc", json=body)["freed_bytes"]
+        return Answer({"freed_bytes": freed}, f"{client.url} deleted {size(freed)} of orphans")
+    found: Json = {}
+    for event in client.events("POST", "/v1/cache/verify"):
+        found = {name: event[name] for name in ("checked", "total", "bad")}
+        status.show(f"checking file {event['checked']:,} of {event['total']:,}")
+    bad = _count(found["bad"], "bad file")
+    shown = f"{client.url} checked {_count(found['checked'], 'file')}: {bad}"
+    return Answer(found, shown, status=int(found["bad"] > 0))
+
+
+def _served_stats(directory: Path, client: ServerClient) -> Answer:
+    found = client.call("GET", "/v1/cache")
+    disk, num_agents = found["disk"], sum(found["agents"].values())
+    used, budget = disk["used"] + disk["other"], disk["budget"]
+    lines = [
+        f"directory  {directory}, in use by {client.url}",
+        f"agents     {num_agents:,}",
+        f"files      {disk['files']:,}, {size(disk['used'])}",
+        _total(used, budget, disk["other"]),
+        *([f"problem    {disk['problem']}"] if disk["problem"] else []),
+    ]
+    value = {
+        "directory": str(directory),
+        "server": client.url,
+        "agents": num_agents,
+        "files": disk["files"],
+        "used_bytes": used,
+        "budget_bytes": budget,
+        "other_bytes": disk["other"],
+        "problem": disk["problem"],
+    }
+    return Answer(value, "\n".join(lines))
+
+
+def _total(used: int, budget: int, others: int) -> str:
+    return (
+        f"total      {size(used)} of {size(budget)} ({used / budget:.1%}), "
+        f"{size(others)} of it for the ledger and its backup"
+    )
 
 
 @dataclass(slots=True)
@@ -84,6 +157,7 @@ class _Cache:
     Attributes:
         status: Shows progress on a terminal.
         lines: The results as text; methods return the same results as JSON.
+        incomplete: Why the command could not finish; empty if it did.
     """
 
     settings: Settings
@@ -92,6 +166,7 @@ class _Cache:
     state: LedgerState
     status: Spinner
     lines: list[str] = field(default_factory=list)
+    incomplete: str = ""
 
     def say(self, line: str) -> None:
         self.lines.append(line)
@@ -112,10 +187,7 @@ class _Cache:
         for (model, abi, kv_format), (number, nbytes) in models.items():
             self.say(f"  {model} ({abi}, {kv_format}): {number:,}, {size(nbytes)}")
         others = self.files.other_bytes()
-        self.say(
-            f"total      {size(used)} of {size(budget)} ({used / budget:.1%}), "
-            f"{size(others)} of it for the ledger and its backup"
-        )
+        self.say(_total(used, budget, others))
         self._tell_problem()
         return {
             "directory": str(self.settings.effective_cache_dir),
@@ -244,6 +316,7 @@ class _Cache:
             f"{_count(len(kept), 'file')} ({size(left_bytes)})"
         )
         return {
+            "freed_bytes": freed,
             "deleted_files": num_gone,
             "deleted_bytes": gone_bytes,
             "deleted_turns": num_turns,
@@ -267,10 +340,9 @@ class _Cache:
         finally:
             is_flushed = disk.flush(_FLUSH_S)
             is_written = disk.close(_FLUSH_S) and is_flushed
-        if problem := upkeep.problem or disk.problem:
-            self.say(f"incomplete: {problem}")
-        elif not is_written:
-            self.say(f"incomplete: not all files were written within {_FLUSH_S:.0f} s")
+        if not is_written:
+            self.incomplete = f"not all changes were written within {_FLUSH_S:.0f} s"
+        self.incomplete = upkeep.problem or disk.problem or self.incomplete
 
 
 def _files(store: AgentCacheStore) -> dict[PartKey, int]:

@@ -17,19 +17,36 @@ from rich.text import Text
 from semantic.adapters.config.settings import STARTER_MODEL, STARTER_NOTE
 from semantic.adapters.config.terminal import printable
 from semantic.domain.errors import InvalidRequestError
-from semantic.entrypoints.cli.agents import AgentArgument, find_turn, turn_tree
+from semantic.entrypoints.cli.agents import AgentArgument, explanation, find_turn, turn_tree
 from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
 from semantic.entrypoints.cli.flags import AsJson, print_json, with_server
-from semantic.entrypoints.cli.screen import Spinner, console, reuse_bar
+from semantic.entrypoints.cli.screen import Spinner, console, message_text, reuse_bar
 
 _HELP = """\
-  /fork [NAME]    continue as another agent from here
-  /rewind [N]     remove the last turn, or the last N
-  /log            show the turns
-  /explain        show what the latest prompt reused, and where it diverged
-  /model [NAME]   show the agent's model, or set another
-  /quit           exit (also Ctrl-D); the agent is kept
+  /fork [NAME]        continue as another agent from here
+  /rewind [N]         remove the last turn, or the last N
+  /retry              remove the last turn and send its message again
+  /log                show the turns
+  /explain            show what the latest prompt reused, and where it diverged
+  /model [NAME]       show the agent's model, or set another
+  /system [TEXT]      show the agent's system prompt, or set another
+  /set [NAME VALUE]   show the options of replies, or set one; without VALUE, its default
+  /bye                exit (also /quit and Ctrl-D); the agent is kept
+  A message in \"\"\" may have several lines, and so may one whose lines end with \\.
   Ctrl-C stops a reply."""
+# What `/set` changes in later requests, with the type of each.
+_OPTIONS: dict[str, type[int] | type[float]] = {
+    "max_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "seed": int,
+}
+_QUOTES = '"""'
 _ERASE_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 
@@ -51,6 +68,8 @@ def chat(
     """Talk to an agent. It keeps the conversation, even across restarts of the server."""
     if as_json and message is None:
         raise InvalidRequestError("--json needs --message: it prints one reply")
+    if message is not None and not message.strip():
+        raise InvalidRequestError("--message is empty; give it a text, or leave it out to chat")
     limits = {"max_tokens": max_tokens, "temperature": temperature}
     options = {name: value for name, value in limits.items() if value is not None}
     session = ChatSession(client, agent, console(), options)
@@ -123,8 +142,8 @@ class ChatSession:
         prompt = f"{self.agent}> " if sys.stdin.isatty() else ""
         while True:
             try:
-                if line := input(prompt).strip():
-                    return line
+                if text := _read_message(prompt).strip():
+                    return text
             except EOFError:
                 return None
             except KeyboardInterrupt:
@@ -138,12 +157,15 @@ class ChatSession:
         commands: dict[str, Callable[[str], None]] = {
             "fork": self._fork,
             "rewind": self._rewind,
+            "retry": self._retry,
             "log": self._log,
             "explain": self._explain,
             "model": self._model,
+            "system": self._system,
+            "set": self._set,
             "help": lambda _: self.screen.print(_HELP),
         }
-        if name in ("quit", "exit", "q"):
+        if name in ("bye", "quit", "exit", "q"):
             return False
         if name not in commands:
             raise InvalidRequestError(f"unknown command /{name}; /help lists them")
@@ -227,13 +249,32 @@ class ChatSession:
         self.screen.print(turn_tree(turns, {self.agent: head}, self.agent))
 
     def _explain(self, _: str) -> None:
-        why = self.client.call("GET", f"{self.path}/explain")
-        self.screen.print(reuse_bar(why["reuse"]))
-        self.screen.print(why["summary"])
-        if left := why["diverged"]:
-            self.screen.print(f"…{left['before']}", style="dim")
-            self.screen.print(f"- {left['expected']}", style="red")
-            self.screen.print(f"+ {left['actual']}", style="green")
+        self.screen.print(explanation(self.client.call("GET", f"{self.path}/explain")))
+
+    def _retry(self, _: str) -> None:
+        turn = next(self.client.pages(f"{self.path}/turns", "before"), None)
+        asked = [m for m in turn["messages"] if m["role"] == "user"] if turn else []
+        if turn is None or not asked:
+            raise InvalidRequestError(f"{self.agent} has no message to send again")
+        self.client.call("POST", f"{self.path}/rewind", json={"turn_id": turn["parent"]})
+        self.say(message_text(asked[-1]))
+
+    def _system(self, text: str) -> None:
+        if text:
+            self.client.call("PATCH", self.path, json={"system": text})
+        system = self.client.call("GET", self.path)["settings"]["system"]
+        self.screen.print(f"system prompt: {system}" if system else "no system prompt")
+
+    def _set(self, words: str) -> None:
+        name, _, value = words.partition(" ")
+        if name and name not in _OPTIONS:
+            raise InvalidRequestError(f"unknown option {name!r}; there are {', '.join(_OPTIONS)}")
+        if value:
+            self.options[name] = _number(name, value)
+        elif name:
+            self.options.pop(name, None)
+        for option in _OPTIONS:
+            self.screen.print(f"  {option:<18}  {self.options.get(option, 'default')}")
 
     def _model(self, name: str) -> None:
         listed = self.client.call("GET", "/v1/models")["data"]
@@ -259,3 +300,29 @@ class ChatSession:
             raise InvalidRequestError(
                 f"model {name!r} not found; the server has: {there_are}"
             ) from error
+
+
+def _read_message(prompt: str) -> str:
+    """Read a line, or the lines between two triple quotes, or those that end with a backslash."""
+    text = input(prompt)
+    if text.lstrip().startswith(_QUOTES):
+        text = text.lstrip().removeprefix(_QUOTES)
+        while not text.rstrip().endswith(_QUOTES):
+            text += f"\n{_more(prompt)}"
+        return text.rstrip().removesuffix(_QUOTES)
+    while text.endswith("\\"):
+        text = f"{text[:-1]}\n{_more(prompt)}"
+    return text
+
+
+def _more(prompt: str) -> str:
+    return input("... " if prompt else "")
+
+
+def _number(name: str, value: str) -> float:
+    kind = _OPTIONS[name]
+    try:
+        return kind(value)
+    except ValueError as error:
+        needed = "an integer" if kind is int else "a number"
+        raise InvalidRequestError(f"{name} needs {needed}, not {value!r}") from error

@@ -21,6 +21,14 @@ from semantic.entrypoints.cli.screen import console, say
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 Yes = Annotated[bool, typer.Option("-y", "--yes", help="do not ask for confirmation")]
+# The second is the server's own setting, so that one environment serves both.
+_KEY = typer.Option(
+    "--key",
+    envvar=["SEMANTIC_CLIENT_KEY", "SEMANTIC_API_KEY"],
+    metavar="KEY",
+    help="API key, if the server needs one",
+)
+Key = Annotated[str | None, _KEY]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 
 
@@ -80,12 +88,7 @@ def with_server(command: Command) -> Command:
     server = typer.Option(
         "--server", envvar="SEMANTIC_URL", metavar="URL", help=f"default: {DEFAULT_URL}"
     )
-    # The second is the server's own setting, so that one environment serves both.
-    variables = ["SEMANTIC_CLIENT_KEY", "SEMANTIC_API_KEY"]
-    key = typer.Option(
-        "--key", envvar=variables, metavar="KEY", help="API key, if the server needs one"
-    )
-    flags = [_parameter("server", str | None, server), _parameter("key", str | None, key)]
+    flags = [_parameter("server", str | None, server), _parameter("key", str | None, _KEY)]
 
     def prepare(options: Json) -> ServerClient:
         return ServerClient(options.pop("server") or DEFAULT_URL, options.pop("key"))
@@ -97,7 +100,7 @@ def require_confirmation(question: str, *, is_given: bool) -> None:
     """Ask on the terminal before something is deleted, unless `--yes` is given.
 
     Raises:
-        InvalidRequestError: the answer is no, or there is nobody to ask.
+        InvalidRequestError: the answer is no, or no terminal is attached to ask.
     """
     if is_given:
         return

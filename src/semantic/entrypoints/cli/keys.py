@@ -49,7 +49,7 @@ def add(
         typer.Option("--admin", help="allow /admin, /v1/cache and /metrics too"),
     ] = False,
     note: Annotated[
-        str, typer.Option(metavar="TEXT", help="purpose of the key, shown by `semantic keys list`")
+        str, typer.Option(metavar="TEXT", help="purpose of the key, shown by `semantic keys ls`")
     ] = "",
     limit: Annotated[
         list[str] | None,
@@ -91,10 +91,11 @@ def add(
     )
 
 
-@keys_app.command("list")
+@keys_app.command("ls")
+@keys_app.command("list", hidden=True)
 @with_settings("key_file", "home")
 def list_keys(settings: Settings) -> Answer:
-    """List keys, and the limits of tenants."""
+    """List keys, and the limits of tenants (also: `list`)."""
     file = read_key_file(settings.effective_key_file)
     lines = [] if file.keys else ["no keys; `semantic keys add` creates one"]
     for key in file.keys:
@@ -114,7 +115,7 @@ def list_keys(settings: Settings) -> Answer:
 def revoke(
     settings: Settings,
     *,
-    key_id: Annotated[str, typer.Argument(metavar="ID", help="as `semantic keys list` shows it")],
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="as `semantic keys ls` shows it")],
 ) -> Answer:
     """Revoke a key; the agents and KV cache of its tenant stay.
 

@@ -1,16 +1,17 @@
-"""`semantic models` and `semantic ps`: recommend, download, show, swap and delete models."""
+"""`semantic models`, `ps` and `stop`: recommend, download, show, swap, unload and delete models."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
-from semantic.domain.errors import ModelNotFoundError
+from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 from semantic.domain.model_names import Suggestion
 from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
 from semantic.entrypoints.cli.flags import (
@@ -32,13 +33,17 @@ models_app = typer.Typer(
 )
 _STARTER = "starter"
 _ModelOfMachine = Annotated[str, typer.Argument(metavar="MODEL", help="a name from `models ls`")]
+_Drain = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="how long running replies may take")
+]
 _STATES = {"loaded": "green", "ready": "green", "loading": "yellow", "failed": "red"}
 
 
 @models_app.command("ls")
+@models_app.command("list", hidden=True)
 @with_server
 def list_models(client: ServerClient) -> Answer:
-    """List the models that a server serves or has on its machine."""
+    """List the models that a server serves or has on its machine (also: `list`)."""
     models = client.call("GET", "/v1/models")["data"]
     made = table("model", "state", "family", ">size", ">context", "")
     for model in models:
@@ -66,9 +71,7 @@ def swap(
         ),
     ],
     *,
-    drain: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="how long running replies may take")
-    ] = None,
+    drain: _Drain = None,
 ) -> Answer:
     """Serve another model without a restart; downloads it if necessary."""
     body: Json = {"model": model, "wait": False}
@@ -233,6 +236,30 @@ def ps(client: ServerClient) -> Answer:
         str(cache["live_requests"]),
     )
     return Answer({"health": health, "cache": cache}, made)
+
+
+@with_server
+def stop(
+    client: ServerClient,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="default: the loaded model")
+    ] = None,
+    *,
+    drain: _Drain = None,
+) -> Answer:
+    """Unload the model and free its memory; the server keeps running.
+
+    The next request loads the model again. Agents and their KV cache stay.
+    """
+    health = client.call("GET", "/health")
+    if health["state"] == "unloaded":
+        raise InvalidRequestError("no model is loaded")
+    if model and client.call("GET", f"/v1/models/{quote(model)}")["id"] != health["model"]:
+        raise InvalidRequestError(f"{model} is not loaded; {health['model']} is")
+    body = {} if drain is None else {"drain_timeout_s": drain}
+    with Spinner(f"unloading {health['model']}"):
+        done = client.call("POST", "/admin/models/unload", json=body)
+    return Answer(done, f"unloaded {health['model']}; the next request loads it again")
 
 
 def _catalogue(settings: Settings) -> "ModelCatalogue":

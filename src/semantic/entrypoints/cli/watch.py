@@ -4,7 +4,9 @@ import platform
 import statistics
 import time
 import uuid
+from bisect import bisect_right
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 from typing import Annotated
 
 import typer
@@ -24,7 +26,8 @@ from semantic.entrypoints.cli.screen import agents_table, console, size, table
 _MAX_AGENTS = 100
 _BAR = 30
 _FIXED_LINES = 14
-_SENTENCE = "The {0} agent reads note {1} about the harbour, the tide and the price of salt. "
+_MESSAGE = "Go on."
+_WORDS = ("The", "agent", "reads", "a", "note", "about", "the", "harbour", "and", "the", "tide.")
 _WAYS = ("computed", "disk", "memory", "hot")
 
 
@@ -154,6 +157,7 @@ class BenchResult:
     """The results of one benchmark run, as medians over its rounds.
 
     Attributes:
+        prompt_tokens: Tokens of the prompt that was computed; each later one has a few more.
         first_token_s: Seconds to the first token, by where the prompt's KV cache was.
         rate: Decoded tokens per second of a single reply.
     """
@@ -171,7 +175,7 @@ class BenchResult:
 def bench(
     client: ServerClient,
     *,
-    tokens: Annotated[int, typer.Option(min=64, help="approximate length of the prompt")] = 1024,
+    tokens: Annotated[int, typer.Option(min=64, help="length of the prompt in tokens")] = 1024,
     rounds: Annotated[int, typer.Option(min=1, help="number of rounds; results are medians")] = 3,
     as_json: AsJson = False,
 ) -> None:
@@ -197,9 +201,12 @@ def measure(
     numbers = range(rounds)
     for _ in track(numbers, "measuring", console=console(is_error=True), disable=not is_shown):
         agent = f"bench-{uuid.uuid4().hex[:8]}"
-        client.call("POST", "/v1/agents", json={"id": agent, "system": _prompt(tokens)})
+        system = _prompt(client, health["model"], tokens)
+        client.call("POST", "/v1/agents", json={"id": agent, "system": system})
         try:
             waits["computed"].append(_timed(client, agent, 1)[0])
+            (turn,) = client.call("GET", f"/v1/agents/{agent}/turns")["data"]
+            lengths.append(turn["usage"]["prompt_tokens"])
             _evict(client, agent)
             waits["disk"].append(_timed(client, agent, 1)[0])
             _evict(client, agent)
@@ -207,7 +214,6 @@ def measure(
             waits["memory"].append(_timed(client, agent, 1)[0])
             waits["hot"].append(_timed(client, agent, 1)[0])
             rates.append(_timed(client, agent, 64)[1])
-            lengths.append(client.call("GET", f"/v1/agents/{agent}")["tokens"])
         finally:
             client.call("DELETE", f"/v1/agents/{agent}")
     return BenchResult(
@@ -221,10 +227,19 @@ def measure(
     )
 
 
-def _prompt(tokens: int) -> str:
-    name = uuid.uuid4().hex[:8]
-    # About sixteen tokens per sentence in most vocabularies.
-    return "".join(_SENTENCE.format(name, number) for number in range(max(tokens // 20, 1)))
+def _prompt(client: ServerClient, model: str, tokens: int) -> str:
+    """Make a system prompt whose first turn has `tokens` tokens, or as few less as words permit."""
+    name = uuid.uuid4().hex[:8]  # so that no other prompt begins like it
+
+    def text(num_words: int) -> str:
+        return " ".join((name, *islice(cycle(_WORDS), num_words)))
+
+    def num_tokens(num_words: int) -> int:
+        messages = [{"role": "user", "content": _MESSAGE}]
+        body = {"model": model, "system": text(num_words), "messages": messages}
+        return int(client.call("POST", "/v1/messages/count_tokens", json=body)["input_tokens"])
+
+    return text(bisect_right(range(tokens), tokens, lo=1, key=num_tokens) - 1)
 
 
 def _evict(client: ServerClient, agent: str) -> None:
@@ -239,7 +254,7 @@ def _evict(client: ServerClient, agent: str) -> None:
 
 def _timed(client: ServerClient, agent: str, max_tokens: int) -> tuple[float, float]:
     """Return the seconds to a reply's first token, and the tokens per second after it."""
-    body = {"message": "Go on.", "stream": True, "max_tokens": max_tokens, "ignore_eos": True}
+    body = {"message": _MESSAGE, "stream": True, "max_tokens": max_tokens, "ignore_eos": True}
     started, first, rate = time.perf_counter(), 0.0, 0.0
     for event in client.events("POST", f"/v1/agents/{agent}/generate", json=body):
         now = time.perf_counter()
@@ -260,5 +275,5 @@ def _print_result(result: BenchResult) -> None:
         made.add_row(way, f"{seconds * 1000:,.0f} ms", ratio)
     made.add_row("one stream", f"{result.rate:,.0f} tokens/s", "")
     title = f"Semantic {result.version}: {result.model} on {result.backend}, {result.machine}"
-    foot = f"{result.prompt_tokens:,} tokens of conversation; medians"
+    foot = f"a prompt of {result.prompt_tokens:,} tokens; medians"
     console().print(Panel.fit(made, title=Text(title), subtitle=Text(foot)))
