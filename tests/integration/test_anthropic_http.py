@@ -222,6 +222,7 @@ def test_a_client_that_leaves_in_mid_prefill_cancels_its_work(tmp_path: Path, st
         # It was cut short: much of the prompt was not computed.
         sealed = running.server.memory.cache.store.nodes()
         assert max((node.end for node in sealed), default=0) < 80_000
+        assert running.server.memory.agents.agents(LOCAL_TENANT) == []  # and it left no turn
 
 
 def test_agents_are_known_by_claude_codes_session(running: RunningServer) -> None:

@@ -367,7 +367,7 @@ def test_a_client_that_leaves_the_queue_takes_its_turn_with_it(
         await_that(lambda: num_turns() == 1)
     say(http, "a", "q1")
 
-    assert texts(get(http, "/v1/agents/a/turns")["data"])[::2] == ["q1"]
+    assert "never" not in texts(get(http, "/v1/agents/a/turns")["data"])
 
 
 def test_deleting_an_agent_cancels_its_reply(http: httpx.Client) -> None:
@@ -382,13 +382,46 @@ def test_deleting_an_agent_cancels_its_reply(http: httpx.Client) -> None:
     assert http.get("/v1/agents/a").status_code == 404
 
 
-def test_a_client_that_leaves_a_stream_logs_nothing(http: httpx.Client) -> None:
-    make(http, id="a")
-    with going_on(http, "a"):
-        pass
+def first_text(lines: Iterator[str]) -> str:
+    """Read a reply up to its first text."""
+    events = (json.loads(line.removeprefix("data: ")) for line in lines if line)
+    return next(str(event["text"]) for event in events if event["type"] == "text")
 
-    say(http, "a", "hello")  # waits for the cancelled one
-    assert texts(get(http, "/v1/agents/a/turns")["data"])[0] == "hello"
+
+def test_what_a_client_read_before_it_left_is_a_turn(http: httpx.Client) -> None:
+    make(http, id="a")
+    with going_on(http, "a") as lines:
+        begun = first_text(lines)
+
+    say(http, "a", "hello")  # waits for the stopped one
+    later, stopped = get(http, "/v1/agents/a/turns")["data"]
+    assert (stopped["finish_reason"], later["finish_reason"]) == ("cancelled", "max_tokens")
+    assert texts([later, stopped])[::2] == ["q0", "hello"]
+    assert texts([stopped])[1].startswith(begun)
+    assert stopped["usage"]["completion_tokens"] < ENDLESS
+
+
+def test_a_stopped_reply_is_continued_as_if_it_had_not_been_stopped(http: httpx.Client) -> None:
+    make(http, id="a")
+    with going_on(http, "a") as lines:
+        first_text(lines)
+    await_that(lambda: get(http, "/v1/agents/a")["turns"] == 1)
+    [stopped] = get(http, "/v1/agents/a/turns")["data"]
+    post(http, "/v1/agents/a/rewind", turn_id=None)
+    asked, begun = ({**each, "content": text} for each, text in begun_of(stopped))
+    num_more = 20
+    body = {**GREEDY, "max_tokens": num_more}
+    post(http, "/v1/agents/a/generate", messages=[asked, begun], **body)
+
+    num_begun = stopped["usage"]["completion_tokens"]
+    make(http, id="b")
+    whole = say(http, "b", "q0", max_tokens=num_begun + num_more)
+    assert texts(get(http, "/v1/agents/a/turns")["data"]) == ["q0", whole["text"]]
+
+
+def begun_of(turn: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """A turn's messages, to be sent again, with their texts."""
+    return list(zip(turn["messages"], texts([turn]), strict=True))
 
 
 @pytest.mark.parametrize(

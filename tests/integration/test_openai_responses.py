@@ -281,12 +281,24 @@ def test_a_response_in_the_background_is_cancelled(
         started = respond(client, "x", **asked)
     assert started.status == "queued"
     assert client.responses.retrieve(started.id).status in ("queued", "in_progress")
+    with pytest.raises(openai.BadRequestError, match="and cannot be continued"):
+        respond(client, "x", previous_response_id=started.id)
     assert client.responses.cancel(started.id).status == "cancelled"
     assert client.responses.retrieve(started.id).status == "cancelled"
-    with pytest.raises(openai.BadRequestError, match="is cancelled and cannot be continued"):
-        respond(client, "x", previous_response_id=started.id)
     assert [event.type for event in events][-1:] == ["response.incomplete"] * is_stream
     await_that(lambda: running.server.device.num_live == 0)
+
+
+def test_a_cancelled_response_is_continued_from_what_is_written(client: openai.OpenAI) -> None:
+    asked: Any = {"background": True, "max_output_tokens": 100_000, **ENDLESS}
+    events = respond(client, "x", stream=True, **asked)
+    started = next(events).response
+    begun = next(event.delta for event in events if event.type == "response.output_text.delta")
+    client.responses.cancel(started.id)
+    stopped = list(events)[-1].response
+    assert stopped.output_text.startswith(begun)
+    later = respond(client, "y", previous_response_id=started.id)
+    assert cached(later) >= stopped.usage.total_tokens - 1
 
 
 def test_a_response_in_the_background_ends(client: openai.OpenAI) -> None:

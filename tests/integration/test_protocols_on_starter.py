@@ -17,7 +17,16 @@ from semantic.application.prompt.renderer import render
 from semantic.domain.chat import ChatRequest, Message, Role
 from tests.http_server import RunningServer, make_settings, run_server
 from tests.integration.test_anthropic_sdk import prompt_tokens
-from tests.integration.test_direct_api import events_of, get, make, post, say
+from tests.integration.test_direct_api import (
+    events_of,
+    first_text,
+    get,
+    going_on,
+    make,
+    post,
+    say,
+)
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
 
@@ -277,3 +286,19 @@ def test_replies_from_disk_from_scratch_and_from_memory_are_the_same(http: httpx
     assert replies[0]["reuse"]["disk"] + replies[0]["reuse"]["pool"] >= num_tokens - 1
     assert replies[0]["reuse"]["hot"] == 0
     assert events_of(http.post("/v1/cache/verify"))[-1]["bad"] == 0
+
+
+def test_after_a_stopped_reply_the_next_is_that_of_the_same_prompt_from_scratch(
+    http: httpx.Client,
+) -> None:
+    make(http, id="stopped")
+    with going_on(http, "stopped", message="Count from one to ten thousand, in words.") as lines:
+        first_text(lines)
+    await_that(lambda: get(http, "/v1/agents/stopped")["turns"] == 1)
+    stopped = get(http, "/v1/agents/stopped")["head"]
+    hot = say(http, "stopped", PARIS)
+    post(http, "/v1/agents/stopped/rewind", turn_id=stopped)
+    post(http, "/v1/agents/stopped/evict", to="cold")
+    cold = say(http, "stopped", PARIS)
+    assert hot["text"] == cold["text"]
+    assert cold["reuse"]["computed"] > hot["reuse"]["computed"]

@@ -15,6 +15,7 @@ from tests.http_server import RunningServer, give_keys, make_settings, run_serve
 from tests.integration.test_direct_api import get, make, say
 from tests.page.browser import NEEDED, Browser, Page
 from tests.smoke.server_process import serve
+from tests.unit.application.device_rig import hold
 
 pytestmark = NEEDED
 
@@ -49,6 +50,31 @@ def http(running: RunningServer) -> Iterator[httpx.Client]:
 @pytest.fixture
 def page(running: RunningServer, browser: Browser) -> Page:
     return browser.open(running.url)
+
+
+def test_a_stopped_reply_is_kept_and_continued(
+    browser: Browser, http: httpx.Client, running: RunningServer
+) -> None:
+    make(http, id="coder")
+    page = browser.open(f"{running.url}/#/chat/coder")
+    may_go_on = hold(running.server.device, num_steps=6)
+    page.type("Tell me more.", ".composer textarea")
+    page.press("Enter")
+    page.await_true("document.querySelector('.live .assistant')?.innerText.length > 0")
+    begun = page.look("document.querySelector('.live .assistant').innerText")
+    page.press("Escape")
+    may_go_on.set()
+    page.await_text("stopped", ".exchange:not(.live) .cost .note")
+    [stopped] = get(http, "/v1/agents/coder/turns")["data"]
+    assert stopped["finish_reason"] == "cancelled"
+    text = stopped["messages"][-1]["content"][0]["text"]
+    assert text.startswith(begun.strip())
+    page.click(".exchange .cost button", "Continue")
+    page.await_true("!document.querySelector('.cost .note')?.innerText.includes('stopped')")
+    page.await_text("reply", ".exchange:not(.live) .cost .note")
+    [whole] = get(http, "/v1/agents/coder/turns")["data"]
+    assert whole["messages"][-1]["content"][0]["text"].startswith(text)
+    assert whole["finish_reason"] != "cancelled"
 
 
 def rows(page: Page) -> Any:

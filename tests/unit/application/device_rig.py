@@ -1,6 +1,7 @@
 """A real device thread over a fake model, for tests of what stands above it."""
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 
@@ -29,13 +30,13 @@ def gate_to(device: DeviceThread, timeout_s: float = 60) -> ModelGate:
     return ModelGate(registry, max_waiting=8, timeout_s=timeout_s)
 
 
-def hold(device: DeviceThread) -> threading.Event:
-    """Let a device compute nothing until what is returned is set."""
+def hold(device: DeviceThread, num_steps: int = 0) -> threading.Event:
+    """Let a device compute no more than some steps until what is returned is set."""
     backend, may_go_on = device.ready_model().backend, threading.Event()
-    launch = backend.launch
+    launch, steps = backend.launch, itertools.count()
 
     def launch_later(step: Step) -> Ticket:
-        assert may_go_on.wait(60)
+        assert next(steps) < num_steps or may_go_on.wait(60)
         return launch(step)
 
     backend.launch = launch_later  # type: ignore[method-assign]

@@ -13,7 +13,6 @@ from semantic.application.agents.turn_log import turn_id
 from semantic.domain.agents import Reuse
 from semantic.domain.errors import GenerationTimeoutError, OverloadedError, SemanticError
 from semantic.domain.events import Failed, Finished, PrefillProgress, Started
-from semantic.ports.inbound import Reply
 from semantic.ports.telemetry import RequestEnd, RequestTrace, TelemetryPort
 
 
@@ -157,18 +156,19 @@ class TurnLane:
     Attributes:
         lock: Held by the running turn.
         num_turns: Running and waiting turns.
-        num_cancels: Calls of `TurnLanes.cancel`, so that a turn notices one before its reply
+        num_discards: Calls of `TurnLanes.discard`, so that a turn notices one before its reply
             exists.
+        discard: Ends the running reply and keeps nothing of it.
     """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_turns: int = 0
-    num_cancels: int = 0
-    reply: Reply | None = None
+    num_discards: int = 0
+    discard: Callable[[], None] | None = None
 
 
 class TurnLanes:
-    """Runs the turns of each agent in sequence. For the event loop's thread, except `cancel`."""
+    """Runs the turns of each agent in sequence. For the event loop's thread, except `discard`."""
 
     def __init__(self, *, max_waiting: int, timeout_s: float) -> None:
         """Create the lanes; `max_waiting` limits the waiting turns of all agents together."""
@@ -180,14 +180,14 @@ class TurnLanes:
         lane = self._lanes.get((tenant, agent_id))
         return lane.num_turns if lane else 0
 
-    def cancel(self, tenant: str, agent_id: str) -> None:
-        """Cancel the running turn of an agent, if any. Thread-safe."""
+    def discard(self, tenant: str, agent_id: str) -> None:
+        """End the running turn of an agent, if any, and keep nothing of it. Thread-safe."""
         lane = self._lanes.get((tenant, agent_id))
         if lane is None:
             return
-        lane.num_cancels += 1
-        if (reply := lane.reply) is not None:
-            reply.cancel()
+        lane.num_discards += 1
+        if (discard := lane.discard) is not None:
+            discard()
 
     @contextlib.contextmanager
     def lane(self, tenant: str, agent_id: str) -> Iterator[TurnLane]:

@@ -87,11 +87,11 @@ class AgentService:
             return self._view(changed)
 
     def delete(self, principal: Principal, agent_id: str) -> None:
-        """Delete an agent and cancel its running turn."""
+        """Delete an agent and discard its running turn."""
         with self._agents.log.settled():
             gone = self._agents.delete(principal.tenant, agent_id)
             # Delete first: a turn that ends between the two calls then finds no agent to log to.
-            self._lanes.cancel(principal.tenant, agent_id)
+            self._lanes.discard(principal.tenant, agent_id)
             if gone.is_pinned:
                 self._cache.repin()
             self._tell(gone, AgentAction.DELETED)
@@ -111,11 +111,11 @@ class AgentService:
     def rewind(self, principal: Principal, agent_id: str, turn_id: str | None) -> AgentView:
         """Move an agent's head to an earlier turn, or forward again to undo a rewind.
 
-        None moves it before the first turn. Cancels the running turn.
+        None moves it before the first turn. Discards the running turn.
         """
         with self._agents.log.settled():
             agent = self._agents.rewind(principal.tenant, agent_id, turn_id)
-            self._lanes.cancel(principal.tenant, agent_id)
+            self._lanes.discard(principal.tenant, agent_id)
             self._tell(agent, AgentAction.REWOUND)
             return self._view(agent)
 

@@ -133,10 +133,11 @@ class LiveReply:
                 self._add(parsed)
         if self.report is not None and self.state is not None:
             last = replace(last, cache=self.report(self.state))
-        if self._log is None or self.state is None:
+        log = self._log
+        if log is None or self.state is None:
             return last
         finished = FinishedReply(self.state, event, self._fold.message(), "".join(self._raw))
-        return await self._logged(self._log, finished, last)
+        return await self._logged(log, finished, last)
 
     async def _logged(
         self, log: LogReply, finished: FinishedReply, last: Finished
@@ -200,6 +201,11 @@ class LiveReply:
                 self._has_events.clear()
         finally:
             self.cancel()
+
+    def discard(self) -> None:
+        """Cancel the reply, and log no turn even if a part of it is written. Thread-safe."""
+        self._log = None
+        self.cancel()
 
     def cancel(self) -> None:
         if not self._is_final:

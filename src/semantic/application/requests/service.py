@@ -284,12 +284,14 @@ class InferenceService:
     ) -> bool | None:
         """Log a turn, and store its tokens for replay when the client sends the reply again.
 
+        A reply that its reader stopped is a turn too, unless nothing of it was written.
+
         Returns whether the turn is durable on disk; None if the server does not report that.
         Raises `UnloggedReplyError` if agents are shared with other servers and logging fails:
         those servers would continue without the turn, so the reply must fail.
         """
         is_unsafe = None if self._is_durable is None else False
-        if finished.event.reason is FinishReason.CANCELLED:
+        if finished.event.reason is FinishReason.CANCELLED and not finished.message.parts:
             return is_unsafe
         try:
             turn, done = await asyncio.to_thread(self._commit, prepared, finished, epoch)

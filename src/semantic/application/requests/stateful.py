@@ -116,11 +116,12 @@ class StatefulChat:
                 lease = await leases.wait(principal.tenant, agent.id, timeout_s)
                 turn.callback(leases.release, lease)
                 epoch = lease.epoch
-            num_cancels = lane.num_cancels
-            lane.reply = reply = await self._begin(principal, agent, ask, epoch)
-            turn.callback(setattr, lane, "reply", None)
-            if lane.num_cancels > num_cancels:
-                reply.cancel()
+            num_discards = lane.num_discards
+            reply = await self._begin(principal, agent, ask, epoch)
+            lane.discard = reply.discard
+            turn.callback(setattr, lane, "discard", None)
+            if lane.num_discards > num_discards:
+                reply.discard()
             # The next turn may begin when the reply has ended, whether or not it is read.
             entered = turn.pop_all()
             reply.on_end(lambda *_: entered.close())

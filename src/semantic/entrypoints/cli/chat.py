@@ -186,7 +186,8 @@ class ChatSession:
                     first = time.monotonic()
                 self._show(event, started, first)
         except KeyboardInterrupt:
-            self.screen.print("\nstopped; this turn is not kept", style="dim")
+            kept = "nothing is kept" if first is None else "the reply so far is kept"
+            self.screen.print(f"\nstopped; {kept}", style="dim")
         finally:
             events.close()
 

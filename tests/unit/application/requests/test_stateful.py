@@ -275,7 +275,7 @@ async def test_requests_waiting_for_a_deleted_agent_are_refused(rig: Rig) -> Non
 
     rig.agents.delete("local", "a")
     rig.agents.create(replace(made, created_at=2.0))
-    rig.lanes.cancel("local", "a")
+    rig.lanes.discard("local", "a")
     may_go_on.set()
 
     _, finished = await read(running)

@@ -283,7 +283,7 @@ class Timeline(View):
 
 
 class ReplyOut(View):
-    """A reply; `turn_id` is null if no turn was logged, such as after a cancel."""
+    """A reply; `turn_id` is null if no turn was logged, such as after a rewind meanwhile."""
 
     object: Literal["agent.reply"] = "agent.reply"
     agent_id: str = Field(examples=["coder"])

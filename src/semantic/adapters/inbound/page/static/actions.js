@@ -34,12 +34,13 @@ export const fork = (id, { ids, turn_id = null, n } = {}) =>
     return names;
   });
 
-export const rewind = (id, turnId) =>
+export const rewind = (id, turnId, { isQuiet = false } = {}) =>
   attempt(async () => {
     const { head: before } = await get(at(id)); // the page's copy may lack the latest turn
     const agent = await send("POST", at(id, "/rewind"), { turn_id: turnId });
     putAgent({ ...known.agents.get(id), ...agent, history: [] });
     refreshAgent(id);
+    if (isQuiet) return agent;
     const undo = () => attempt(() => send("POST", at(id, "/rewind"), { turn_id: before })).then(() => refreshAgent(id));
     say(turnId ? `Rewound ${id} to turn ${agent.turns}.` : `Rewound ${id} to the beginning.`, { undo });
     return agent;

@@ -59,23 +59,36 @@ function Conversation({ id, go }) {
     if (isNear.current) end.current?.scrollIntoView({ block: "end" });
   }, [turns, live]);
 
-  const submit = async (message) => {
+  /** Send a message; `begun` is the reply so far, which the model continues. */
+  const submit = async (message, begun = "") => {
     const stop = (running.current = new AbortController());
     isNear.current = true;
-    const reply = { asked: message, text: "", thinking: "", calls: [], sentAt: performance.now() };
+    const parent = known.agents.get(id)?.head ?? null;
+    const reply = { parent, asked: message, text: begun, thinking: "", calls: [], sentAt: performance.now() };
     const show = (more) => setLive({ ...Object.assign(reply, more) });
     show({});
+    const messages = [said("user", message), ...(begun ? [said("assistant", begun)] : [])];
     try {
-      await stream(id, { message, ...options }, stop.signal, reply, show);
+      await stream(id, { messages, ...options }, stop.signal, reply, show);
       if (reply.finished?.turn_id) add(turnOf(id, message, reply));
       setLive(null);
     } catch (error) {
-      setLive(error.name === "AbortError" ? null : { ...reply, fault: error.message });
-      if (error.name === "AbortError" && !drafts.get(id)) drafts.set(id, message);
+      const isStopped = error.name === "AbortError";
+      const isKept = isStopped && reply.firstAt; // until its turn is shown
+      setLive(isStopped && !isKept ? null : { ...reply, isStopped, fault: isStopped ? "" : error.message });
+      if (isStopped && !isKept && !begun && !drafts.get(id)) drafts.set(id, message);
     }
     running.current = null;
     refreshAgent(id);
   };
+
+  const continueReply = async (turn) => {
+    const [asked, reply] = turn.messages.slice(-2);
+    if (await act.rewind(id, turn.parent, { isQuiet: true })) await submit(textOf(asked), textOf(reply));
+  };
+  useEffect(() => {
+    if (live?.isStopped) setLive(null);
+  }, [turns]);
 
   return html`<div class="conversation">
     <header class="tools">
@@ -90,7 +103,7 @@ function Conversation({ id, go }) {
     <div class="talk" onScroll=${(event) => (isNear.current = event.target.scrollHeight - event.target.scrollTop - event.target.clientHeight < 80)}>
       ${next && html`<${Button} kind="quiet" onClick=${() => load(next).catch(sayFault)}>Older turns<//>`}
       ${agent?.settings.system && html`<details class="system"><summary>System prompt</summary><pre>${agent.settings.system}</pre></details>`}
-      ${turns?.map((turn, index) => html`<${Turn} key=${turn.id} id=${id} turn=${turn} isHead=${index === turns.length - 1} go=${go} />`)}
+      ${turns?.map((turn, index) => html`<${Turn} key=${turn.id} id=${id} turn=${turn} isHead=${index === turns.length - 1} onContinue=${running.current ? null : continueReply} go=${go} />`)}
       ${live && html`<${Live} reply=${live} onRetry=${() => submit(live.asked)} />`}
       ${turns && !turns.length && !live && html`<div class="empty"><p>Send a message to <b>${id}</b>.</p>${known.health?.model === STARTER && html`<p class="note">${STARTER_NOTE}</p>`}</div>`}
       <div ref=${end} />
@@ -117,9 +130,14 @@ async function stream(id, body, signal, reply, show) {
 
 const said = (role, text) => ({ role, content: [{ type: "text", text }] });
 
-function turnOf(id, asked, { finished, firstAt, endAt, sentAt }) {
+/** Whether a turn is one question and a reply of text alone that was stopped or reached its limit. */
+const isUnfinished = ({ finish_reason: reason, messages: [asked, reply, ...more] }) =>
+  (reason === "cancelled" || reason === "max_tokens") && !more.length && asked?.role === "user" && reply?.content.every((part) => part.type === "text");
+
+function turnOf(id, asked, { parent, finished, firstAt, endAt, sentAt }) {
   return {
     id: finished.turn_id,
+    parent,
     agent_id: id,
     created_at: Date.now() / 1000,
     messages: [said("user", asked), finished.message],
@@ -131,7 +149,9 @@ function turnOf(id, asked, { finished, firstAt, endAt, sentAt }) {
   };
 }
 
-function Turn({ id, turn, isHead, go }) {
+const ENDINGS = { cancelled: "stopped", max_tokens: "reached its limit of tokens" };
+
+function Turn({ id, turn, isHead, onContinue, go }) {
   const [isOpen, setOpen] = useState(false);
   const replies = turn.messages.filter((message) => message.role === "assistant");
   const { usage, timing } = turn;
@@ -141,10 +161,11 @@ function Turn({ id, turn, isHead, go }) {
     ${turn.messages.map((message) => html`<${Said} message=${message} />`)}
     <footer class="cost">
       <${ReuseBar} reuse=${{ ...turn.reuse, drafted: right }} />
-      <span class="note">${number(usage.prompt_tokens)} prompt, ${number(usage.completion_tokens)} reply${drafted ? ` (${number(right)} of ${number(drafted)} draft tokens were accepted)` : ""}${timing && timing.first >= 0 ? `, first token after ${seconds(timing.first)}` : ""}${timing && timing.rate > 0 && Number.isFinite(timing.rate) ? `, ${timing.rate.toFixed(1)} tokens/s` : ""}${turn.finish_reason && turn.finish_reason !== "end_turn" ? `, finish reason ${turn.finish_reason}` : ""}</span>
+      <span class="note">${number(usage.prompt_tokens)} prompt, ${number(usage.completion_tokens)} reply${drafted ? ` (${number(right)} of ${number(drafted)} draft tokens were accepted)` : ""}${timing && timing.first >= 0 ? `, first token after ${seconds(timing.first)}` : ""}${timing && timing.rate > 0 && Number.isFinite(timing.rate) ? `, ${timing.rate.toFixed(1)} tokens/s` : ""}${turn.finish_reason && turn.finish_reason !== "end_turn" ? `, ${ENDINGS[turn.finish_reason] ?? `finish reason ${turn.finish_reason}`}` : ""}</span>
       <span class="go">
         <${Button} kind="quiet" title="Why: compare the prompt with the stored conversation" aria-expanded=${isOpen} onClick=${() => setOpen(!isOpen)}>Why<//>
         <${Copy} text=${replies.map(textOf).join("\n")} />
+        ${isHead && onContinue && isUnfinished(turn) && html`<${Button} kind="quiet" title="Write on where this reply ends" onClick=${() => onContinue(turn)}>Continue<//>`}
         ${!isHead && html`<${Button} kind="quiet" title="Remove the turns after this reply" onClick=${() => act.rewind(id, turn.id)}>Rewind here<//>`}
         <${Button} kind="quiet" title="Start a fork from this reply" onClick=${() => act.askFork(id, turn.id, (made) => go("chat", made))}>Fork here<//>
       </span>
