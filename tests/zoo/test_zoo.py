@@ -39,6 +39,7 @@ MOST_USED_ON_TORCH = (
     "nemotron_h",
     "falcon_h1",
     "mamba2",
+    "mllama",
 )
 
 

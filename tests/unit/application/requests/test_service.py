@@ -58,6 +58,7 @@ from semantic.domain.sampling import (
 )
 from semantic.ports.inbound import EmbeddingRequest, Reply
 from semantic.ports.storage import LedgerChange
+from tests.notations import FUNCTIONARY
 from tests.unit.application.device_rig import gate_to, hold, ready_device
 from tests.unit.application.ledger_rig import agents_of
 from tests.waiting import await_that
@@ -184,6 +185,7 @@ async def test_thinking_is_separated_if_the_server_lists_the_tools(agents: Agent
     [
         (ReplyFormat(thinking=Markers("<think>", "</think>")), "\n</think>\n\n"),
         (ReplyFormat(HARMONY), "<|channel|>final<|message|>"),
+        (ReplyFormat(FUNCTIONARY), "all\n"),
         (ReplyFormat(), ""),
     ],
 )

@@ -236,7 +236,8 @@ def _probe(model: Any, device: torch.device, dtype: torch.dtype) -> _Probe:
     with torch.inference_mode():
         logits = run_model(model, torch.tensor([_PROBE], device=device), cache, 0)
     expected = logits.float().log_softmax(dim=-1).cpu()
-    geometry = read_geometry(cache, len(_PROBE), dtype)
+    idle = getattr(model.config.get_text_config(), "cross_attention_layers", None) or ()
+    geometry = read_geometry(cache, len(_PROBE), dtype, idle)
     return _Probe(model, device, dtype, cache, expected, geometry, KVLayout(geometry.layers))
 
 

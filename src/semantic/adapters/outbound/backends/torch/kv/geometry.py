@@ -7,7 +7,7 @@ recurrent or convolutional states.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -73,11 +73,14 @@ class Geometry:
         return not self.states and self.slots == tuple((i, False) for i in range(len(self.layers)))
 
 
-def read_geometry(cache: Any, num_tokens: int, dtype: torch.dtype) -> Geometry:
+def read_geometry(
+    cache: Any, num_tokens: int, dtype: torch.dtype, idle: Collection[int] = ()
+) -> Geometry:
     """Read what a cache of the library keeps after its first tokens.
 
     Args:
         dtype: Of keys and values.
+        idle: Layers that do nothing without images.
 
     Raises:
         UnknownCacheError: it has layers of an unknown class, or arrays of an unknown form.
@@ -98,7 +101,7 @@ def read_geometry(cache: Any, num_tokens: int, dtype: torch.dtype) -> Geometry:
             elements = sum(math.prod(array.shape) for array in arrays)
             layers.append(LayerSpec(LayerKind.STATE, state_elements=elements))
         entries = list(_kv_entries(layer, num_tokens, dtype))
-        if not entries and not arrays and type(layer).__name__ in _KV_CLASSES:
+        if index not in idle and not (entries or arrays) and type(layer).__name__ in _KV_CLASSES:
             unused.append(index)
         elif entries and unused:  # those after the last used one do not exist in the model
             raise UnknownCacheError(f"layer {unused[0]} keeps its state outside the cache")
