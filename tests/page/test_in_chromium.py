@@ -1,5 +1,6 @@
 """The page in a real Chromium: chat, fork and rewind, the live map, a dead server, keys."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.unit.application.device_rig import hold
 pytestmark = NEEDED
 
 LONG = "You help with a web shop. Be brief, cite files, never invent functions. " * 12
+RECORDING = Path(__file__).parents[1] / "recordings" / "pi.json"
 CANVAS = "document.querySelector('.map canvas')"
 VIEWS = ("agents", "memory", "now", "chat", "models", "connect")
 # What a browser logs of answers that the tests ask for.
@@ -122,6 +124,29 @@ def test_why_shows_the_text_on_both_sides(
     page.click(".exchange:last-of-type button", "Why")
     page.await_text("Mon", ".why .old")
     page.await_text("Tues", ".why .new")
+
+
+def test_the_timeline_says_why_tokens_were_computed_again(
+    running: RunningServer, http: httpx.Client, browser: Browser
+) -> None:
+    recorded = json.loads(RECORDING.read_text())["requests"]
+    headers = {"x-agent-id": "pi"}
+    for request in (recorded[0], recorded[0], recorded[-1]):  # three more tools in the last one
+        said = request["messages"][:2]
+        body = {"messages": said, "tools": request["tools"], "max_tokens": 4}
+        http.post("/v1/chat/completions", json=body, headers=headers).raise_for_status()
+    (latest, *_) = get(http, "/v1/agents/pi/timeline")["data"]
+    assert latest["miss"]["text"].startswith("tool list changed: 3 tools added at position 2, ")
+    page = browser.open(f"{running.url}/#/agents/pi")
+    page.await_text(latest["miss"]["text"], ".timeline .miss")
+    page.await_text(latest["miss"]["text"], ".log .turn.head .miss")
+    heights = page.look(
+        "[...document.querySelectorAll('.timeline li i')].map((bar) => bar.offsetHeight)"
+    )
+    assert len(heights) == 2 * 3
+    assert heights[0] > heights[1] == 0  # the first turn computed everything
+    assert heights[3] > heights[2]  # the second one reused it
+    assert page.look("[...document.querySelectorAll('.timeline li.missed')].length") == 1
 
 
 def test_drafted_tokens_are_shown(running: RunningServer, browser: Browser) -> None:
