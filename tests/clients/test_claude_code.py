@@ -92,6 +92,17 @@ def test_each_turn_reuses_the_whole_one_before(claude: ClaudeCode) -> None:
     assert len(session_ids) == 1
 
 
+def test_a_tool_list_that_changes_is_named(claude: ClaudeCode, server: ServerProcess) -> None:
+    named = {**claude.environment, "ANTHROPIC_CUSTOM_HEADERS": "X-Agent-ID: tool-changer"}
+    for arguments in ((QUESTION,), ("--continue", "And of Spain? One word.", "--tools", "Bash")):
+        run_client(claude.command(*arguments), claude.home, named)
+    with httpx.Client(base_url=server.url, trust_env=False) as http:
+        entries = http.get("/v1/agents/tool-changer/timeline").json()["data"]
+    texts = [entry["miss"]["text"] for entry in entries if entry["miss"]]
+    words = r"tool list changed: \d tools? removed (at|from) position \d, [\d,]+ tokens recomputed"
+    assert any(re.fullmatch(words, text) for text in texts), entries
+
+
 def test_three_sessions_at_once(claude: ClaudeCode, tmp_path: Path) -> None:
     sessions = []
     for name in ("a", "b", "c"):

@@ -403,6 +403,25 @@ def test_an_evicted_cache_is_named(http: httpx.Client) -> None:
     assert latest["reuse"]["computed"] >= found["missed_tokens"]
 
 
+def test_a_real_model(tiny_starter_dir: Path, tmp_path: Path) -> None:
+    real = {"backend": "torch", "model": str(tiny_starter_dir), "threads": 1}
+    said = [user("What is in the file?")]
+    with (
+        run_server(make_settings(tmp_path, **real)) as running,
+        sdk_client(anthropic.Anthropic, running) as client,
+    ):
+        reply = ask(client, said, None, model=running.model)
+        more = {"model": running.model, "extra_headers": EXPLAIN}
+        going_on = ask(client, go_on(said, reply), reply.id, **more)
+        assert going_on.diagnostics is None
+        assert going_on.usage.model_dump()["cache_explain"]["reason"] is None
+        found = ask(client, go_on(said, reply), reply.id, tools=MORE_TOOLS, **more)
+    assert found.diagnostics.cache_miss_reason.type == "tools_changed"
+    told = found.usage.model_dump()["cache_explain"]
+    assert told["text"] == f"{ADDED}, {told['missed_tokens']:,} tokens recomputed"
+    assert 0 < told["missed_tokens"] <= told["computed"] == found.usage.input_tokens
+
+
 # -- a recorded conversation -------------------------------------------------------------------
 
 

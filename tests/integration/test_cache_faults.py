@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.domain.errors import CachePersistenceError, InvalidRequestError
+from semantic.domain.events import MissReason
 from semantic.entrypoints.bootstrap import bootstrap
 from semantic.entrypoints.cli.app import main
 from semantic.entrypoints.server import create_app
@@ -103,6 +104,11 @@ def test_a_bad_block_file_is_a_miss_that_is_counted(
         talk(running, said, QUESTIONS[2])
         await_that(lambda: store_of(running).counts.corrupt >= 1)
         store_of(running).check_integrity()
+        agents = running.server.memory.agents
+        (latest, *_) = agents.turns(agents.recent()[0])
+        assert latest.miss is not None
+        # Evicted if it was found out before the request.
+        assert latest.miss.reason in (MissReason.DAMAGED, MissReason.EVICTED)
     assert_right(reference, said)
     with run_server(make_settings(home)) as running:
         num_cached = talk(running, said, "And now?")

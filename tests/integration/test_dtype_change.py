@@ -158,6 +158,8 @@ def test_the_report_on_state_in_another_dtype_is_true(
         assert reused(reply) == state["reusable_tokens"]
         told = get(http, "/v1/agents/ann/explain")
         assert (told["note"], told["diverged"]) == (CHANGED, None)
+        assert told["miss"]["reason"] == "format_changed"
+        assert told["miss"]["missed_tokens"] == state["tokens"] + 1  # and the last one of the reply
         assert CHANGED in told["summary"]
         assert told["next"]["note"] == ""
 

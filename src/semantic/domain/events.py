@@ -47,7 +47,7 @@ class MissReason(enum.Enum):
     EVICTED = "evicted"
     DAMAGED = "damaged"
     FORMAT_CHANGED = "format_changed"
-    SLOW_TO_READ = "slow_to_read"
+    NOT_LOADED = "not_loaded"
     # The earlier turn cannot be compared.
     NOT_FOUND = "previous_not_found"
     UNAVAILABLE = "unavailable"

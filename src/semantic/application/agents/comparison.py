@@ -54,7 +54,7 @@ class CacheFacts:
     Attributes:
         root: Root of the blocks that it could use.
         num_stored: Leading tokens of the prompt whose blocks were stored.
-        is_damaged: Whether stored blocks could not be read.
+        is_damaged: Whether stored blocks could not be loaded.
     """
 
     root: BlockName
@@ -137,11 +137,11 @@ def _cache_reason(pointer: Pointer | None, facts: CacheFacts) -> tuple[MissReaso
     if pointer is not None and pointer.root != facts.root:
         return MissReason.FORMAT_CHANGED, "KV cache was written in another format"
     if facts.is_damaged:
-        return MissReason.DAMAGED, "stored KV cache was damaged"
+        return MissReason.DAMAGED, "stored KV cache could not be loaded"
     if pointer is None or pointer.num_tokens - num_reused < MIN_MISSED:
         return MissReason.NOT_STORED, "KV cache of the previous turn was not stored"
     if facts.num_stored - num_reused >= MIN_MISSED:
-        return MissReason.SLOW_TO_READ, "KV cache on disk was slower to read than to compute"
+        return MissReason.NOT_LOADED, "stored KV cache was not loaded"
     return MissReason.EVICTED, "KV cache was evicted"
 
 

@@ -258,11 +258,11 @@ class PrefixSharing:
 
     def _restart(self, generation: Generation, restore: Restore, error: Exception) -> None:
         generation.prefix.end_restore()
+        generation.prefix.num_failed_restores += 1
         again = RestorePlan.nothing(generation.job.root)
         if isinstance(error, CacheCorruptionError):
             _log.warning("cannot load sealed blocks; computing them: %s", error.message)
             self._store.discard(restore.suspect_parts)
-            generation.prefix.num_failed_restores += 1
             # The remaining blocks may still be worth loading; bound the number of retries.
             if generation.prefix.num_failed_restores <= _MAX_FAILED_RESTORES:
                 again = self._plan(generation)

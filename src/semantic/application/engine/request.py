@@ -140,7 +140,7 @@ class ReplyState:
         block: The last sealed block; None if nothing was sealed.
         num_sealed: Tokens of prompt and reply whose state was sealed.
         num_stored: Leading tokens of the prompt whose blocks were stored when it began.
-        is_damaged: Whether stored blocks of the prompt could not be read.
+        is_damaged: Whether stored blocks of the prompt could not be loaded.
     """
 
     tokens: tuple[int, ...]

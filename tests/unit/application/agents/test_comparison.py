@@ -209,7 +209,7 @@ CACHE_SIDE: dict[str, tuple[Any, Any, MissReason]] = {
     "partly evicted": ({}, {"num_reused": 40, "num_stored": 40}, MissReason.EVICTED),
     "damaged": ({}, {"num_reused": 0, "is_damaged": True}, MissReason.DAMAGED),
     "never stored": ({"is_sealed": False}, {"num_reused": 0}, MissReason.NOT_STORED),
-    "slower to read": ({}, {"num_reused": 0, "num_stored": 90}, MissReason.SLOW_TO_READ),
+    "not loaded": ({}, {"num_reused": 0, "num_stored": 90}, MissReason.NOT_LOADED),
     "another dtype": ({}, {"num_reused": 0, "root": OTHER_ROOT}, MissReason.FORMAT_CHANGED),
 }
 

@@ -242,6 +242,7 @@ def test_blocks_that_cannot_be_loaded_are_computed_again_and_replaced() -> None:
     rig.serve(second)
     rig.expect_alone(second)
     assert rig.num_reused("b") == 0
+    assert rig.reply_state("b").is_damaged
     assert first_block() is not bad
 
 
@@ -260,6 +261,9 @@ def test_a_copy_to_the_device_that_fails_costs_its_request_a_prefill(error: Exce
     rig.serve(third)
     rig.expect_alone(third)
     assert rig.num_reused("c") >= 24  # the blocks are sound, and stay
+    states = [rig.reply_state(name) for name in "abc"]
+    assert [state.is_damaged for state in states] == [False, True, False]
+    assert [state.num_stored >= 24 for state in states] == [False, True, True]
 
 
 @pytest.mark.parametrize("error", [BackendError("invalid argument"), RuntimeError("no such page")])

@@ -29,7 +29,7 @@ from semantic.domain.chat import (
     ToolSpec,
     ToolUsePart,
 )
-from semantic.domain.events import Usage
+from semantic.domain.events import CacheMiss, MissReason, Usage
 from semantic.domain.sampling import FinishReason
 
 pytestmark = pytest.mark.unit
@@ -161,6 +161,14 @@ def test_the_stored_form_of_a_turn_stays_what_it_is() -> None:
     golden = Path(__file__).parents[4] / "golden" / "turn.json"
     assert json.loads(stored) == json.loads(golden.read_text())
     assert "ä" in stored
+
+
+def test_tools_and_the_reason_of_a_miss_are_stored() -> None:
+    miss = CacheMiss(MissReason.TOOLS_CHANGED, 7, "1 tool added", ("grep",))
+    body = TurnBody((), Usage(1), tools=(("grep", "d1"),), is_thinking=False, miss=miss)
+    assert decode_turn(encode_turn(body), is_foreign=True) == body
+    plain = json.loads(encode_turn(TurnBody((), Usage(1))))
+    assert not {"tools", "is_thinking", "miss"} & plain.keys()
 
 
 def test_fields_with_defaults_may_be_absent() -> None:
