@@ -15,8 +15,15 @@ import pytest
 import tokenizers
 import typer
 
+from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.app import app, main
-from semantic.entrypoints.cli.launch import CLIENTS, INSTALL
+from semantic.entrypoints.cli.launch import (
+    CLIENTS,
+    INSTALL,
+    PROMPT_TOKENS,
+    Target,
+    require_context,
+)
 from tests.smoke.server_process import serve
 
 pytestmark = pytest.mark.integration
@@ -386,7 +393,7 @@ def test_doctor_reports_problems(run: Run, tmp_path: Path) -> None:
 
 
 def test_every_client_that_can_be_launched_can_be_installed() -> None:
-    assert CLIENTS.keys() == INSTALL.keys()
+    assert CLIENTS.keys() == INSTALL.keys() == PROMPT_TOKENS.keys()
 
 
 @pytest.mark.parametrize("client", list(CLIENTS))
@@ -395,6 +402,23 @@ def test_a_launched_client_gets_the_servers_address(run: Run, url: str, client: 
     assert json.loads(plan)["command"][-2:] == ["-p", "hi"]
     assert url in plan
     assert "fake" in plan
+
+
+@pytest.mark.parametrize("client", list(CLIENTS))
+def test_a_client_whose_prompt_does_not_fit_is_not_launched(client: str) -> None:
+    needed = PROMPT_TOKENS[client] + 1_000
+    require_context(client, Target("", "", "small", needed), [])
+    with pytest.raises(InvalidRequestError) as refused:
+        require_context(client, Target("", "", "small", needed - 1), [])
+    for words in (f"at least {needed:,} tokens", "semantic models recommend", "--force"):
+        assert words in refused.value.message
+
+
+def test_a_client_that_sends_less_is_launched() -> None:
+    small = Target("", "", "smollm2-135m-instruct", 8_192)
+    with pytest.raises(InvalidRequestError, match="or send less: semantic launch claude -- --bare"):
+        require_context("claude", small, ["-p", "hi"])
+    require_context("claude", small, ["--bare", "-p", "hi"])
 
 
 def test_a_launched_client_gets_files_and_arguments_and_its_exit_status_is_returned(

@@ -191,6 +191,20 @@ INSTALL = {
     "continue": "npm install -g @continuedev/cli",
 }
 
+# About how many tokens the first request of each client has, with the starter model's tokenizer.
+PROMPT_TOKENS = {
+    "claude": 19_000,  # 11,600 to 19,000, by its tools and settings
+    "codex": 6_200,
+    "opencode": 7_000,
+    "pi": 1_400,
+    "qwen": 14_200,
+    "aider": 1_000,
+    "continue": 1_400,
+}
+# An argument with which a client sends a shorter prompt, and about how many tokens that has.
+_SHORTER = {"claude": ("--bare", 1_100)}
+_ROOM = 1_000  # the least room for a reply
+
 
 def _begin_with(incomplete: str) -> list[str]:
     return [name for name in CLIENTS if name.startswith(incomplete)]
@@ -215,11 +229,17 @@ def launch(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print what would be run, as JSON")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="run it even if the model's context is too short for it")
+    ] = False,
 ) -> int:
     """Run a client against this server, without changing the client's configuration."""
     if name not in CLIENTS:
         raise InvalidRequestError(f"unknown client {name!r}; choose one of {', '.join(CLIENTS)}")
-    plan = CLIENTS[name](find_target(client, model))
+    target = find_target(client, model)
+    if not force:
+        require_context(name, target, arguments or [])
+    plan = CLIENTS[name](target)
     if dry_run:
         command = [*plan.command, *(arguments or [])]
         print_json({"command": command, "env": plan.env, "files": plan.files})
@@ -251,6 +271,25 @@ def find_target(client: ServerClient, model: str | None = None) -> Target:
     if not context:
         raise InvalidRequestError(f"{name!r} is not loaded yet, so its context length is unknown")
     return Target(client.url, client.key or "none", name, context)
+
+
+def require_context(name: str, target: Target, arguments: list[str]) -> None:
+    """Refuse to run a client whose first prompt does not fit the model's context.
+
+    Raises:
+        InvalidRequestError: it does not fit; says what to do.
+    """
+    shorter, num_shorter = _SHORTER.get(name, ("", 0))
+    num_tokens = num_shorter if shorter and shorter in arguments else PROMPT_TOKENS[name]
+    if num_tokens + _ROOM <= target.context:
+        return
+    less = f"; or send less: semantic launch {name} -- {shorter}" if shorter else ""
+    raise InvalidRequestError(
+        f"{name} begins with a prompt of about {num_tokens:,} tokens, and {target.model} has a "
+        f"context of {target.context:,}. Serve a model with a context of at least "
+        f"{num_tokens + _ROOM:,} tokens: `semantic models recommend` lists some{less}; "
+        "or run it anyway with --force"
+    )
 
 
 def _run(command: list[str], env: dict[str, str]) -> int:
