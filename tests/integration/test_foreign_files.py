@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from semantic.adapters.inbound.agents import routes
+from semantic.adapters.inbound.http import uploads
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys
 from semantic.adapters.outbound.blocks.format import KVCodec
 from semantic.ports.storage import ExportItem, ExportPart
@@ -187,7 +187,7 @@ def test_a_file_that_expands_as_files_do_is_imported(shared_http: httpx.Client) 
 def test_an_upload_that_trickles_in_is_refused(
     shared_http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes, "_UPLOAD_GRACE_S", 0.05)
+    monkeypatch.setattr(uploads, "_UPLOAD_GRACE_S", 0.05)
 
     def pieces() -> Iterator[bytes]:
         yield b"begin"

@@ -37,6 +37,7 @@ CHAPTERS = {
     "application/cache": (),
     "application/engine": ("cache", "parsing"),
     "application/agents": ("cache", "engine", "prompt"),
+    "application/packs": ("agents", "cache", "engine"),
     "application/models": ("agents", "cache", "engine"),
     "application/requests": ("agents", "engine", "models", "prompt", "parsing"),
     "adapters/inbound/http": (),

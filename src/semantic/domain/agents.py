@@ -18,6 +18,8 @@ from semantic.domain.events import CacheMiss, Usage
 from semantic.domain.sampling import FinishReason
 
 LOCAL_TENANT = "local"
+# Ids of packs; no client can name an agent like this, since ids have no colon.
+_PACK = "pack:"
 _ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # Limits of an agent's settings, whether set by a client or by an imported file.
 MAX_COUNT = 2**62
@@ -49,6 +51,16 @@ def _check_weight(weight: float) -> None:
     # `not weight > 0` also rejects NaN.
     if not weight > 0:
         raise InvalidRequestError(f"weight must be positive, got {weight}.", param="weight")
+
+
+def pack_id(name: str) -> str:
+    """Return the id of the agent that keeps the blocks of a pack.
+
+    Raises:
+        InvalidRequestError: the name is not valid.
+    """
+    check_agent_id(name, "name", "a pack's name")
+    return f"{_PACK}{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +196,8 @@ class Turn:
             whose tools are the same.
         is_thinking: Whether its prompt asked for thinking; None leaves that to the model.
         miss: Why its prompt did not reuse an earlier turn's KV cache; None if it did.
+        num_head: Leading tokens of the conversation that tools and system messages take, as the
+            template writes them; 0 if there are none or that was not logged.
     """
 
     id: str
@@ -206,6 +220,7 @@ class Turn:
     tools: tuple[tuple[str, str], ...] = ()
     is_thinking: bool | None = None
     miss: CacheMiss | None = None
+    num_head: int = 0
 
     @property
     def holds_all_messages(self) -> bool:
@@ -258,7 +273,7 @@ class Agent:
     profile: AgentProfile = field(default_factory=AgentProfile)
 
     def __post_init__(self) -> None:
-        check_agent_id(self.id, "agent_id", is_new=False)
+        check_agent_id(self.id.removeprefix(_PACK), "agent_id", is_new=False)
         _check_weight(self.weight)
 
     @property
@@ -268,7 +283,13 @@ class Agent:
         Clients send many one-off requests, e.g. for a title, so an anonymous agent is listed only
         from its second turn on or when it is pinned.
         """
-        return not self.is_anonymous or self.is_pinned or self.num_turns > 1
+        is_lasting = not self.is_anonymous or self.is_pinned or self.num_turns > 1
+        return is_lasting and not self.pack
+
+    @property
+    def pack(self) -> str:
+        """The name of the pack whose blocks it keeps; empty for an agent of a client."""
+        return self.id.removeprefix(_PACK) if self.id.startswith(_PACK) else ""
 
     def advance(self, turn_id: str, *, at: float) -> "Agent":
         return replace(self, head=turn_id, num_turns=self.num_turns + 1, last_used=at)

@@ -15,6 +15,8 @@ from semantic.adapters.extras import missing_extra
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys, own_key
 from semantic.adapters.outbound.blocks.directory import keep_private
 from semantic.adapters.outbound.blocks.listing import BLOCKS
+from semantic.adapters.outbound.blocks.pack_archive import PackFile
+from semantic.adapters.outbound.blocks.pack_keys import PackKeys
 from semantic.adapters.outbound.telemetry.metrics import Metrics, MetricsHistory
 from semantic.adapters.outbound.telemetry.tracing import RequestTracer
 from semantic.application.agents.cache_admin import CacheService
@@ -27,6 +29,7 @@ from semantic.application.engine.request import EventSink
 from semantic.application.models.gate import ModelGate
 from semantic.application.models.registry import ModelRegistry
 from semantic.application.models.runtime import Runtime
+from semantic.application.packs.service import PackService
 from semantic.application.requests.access import Access
 from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService
@@ -56,6 +59,7 @@ class Server:
     lanes: TurnLanes
     cache: CacheService
     transfer: AgentTransfer
+    packs: PackService
     feed: EventFeed
     metrics: Metrics
     history: MetricsHistory
@@ -130,6 +134,13 @@ def bootstrap(settings: Settings) -> Server:
         cache=cache,
         transfer=AgentTransfer(
             memory.agents, memory.served.get, device, memory.disk, archive, feed
+        ),
+        packs=PackService(
+            memory.agents,
+            memory.served.get,
+            device,
+            memory.disk,
+            PackFile(memory.codec, PackKeys(*settings.pack_key_files)),
         ),
         feed=feed,
         metrics=metrics,
@@ -252,6 +263,8 @@ def _is_own_home(home: Path) -> bool:
         "logs",
         "models",
         "native",
+        "pack.key",
+        "pack_keys",
         "replicas",
     }
 

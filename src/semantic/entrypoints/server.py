@@ -25,6 +25,7 @@ from semantic import __version__
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.inbound.admin.routes import AdminApi, wait_until_drained
 from semantic.adapters.inbound.agents.cache import CacheApi
+from semantic.adapters.inbound.agents.packs import PACKS_PATH, PackApi
 from semantic.adapters.inbound.agents.routes import IMPORT_PATH, AgentApi
 from semantic.adapters.inbound.anthropic.routes import anthropic_router
 from semantic.adapters.inbound.http.connections import (
@@ -123,6 +124,7 @@ def create_app(server: Server) -> FastAPI:
     app.include_router(AdminApi(server.models, server.device, server.runtime).router())
     app.include_router(CacheApi(server.cache, server.feed, principal).router())
     app.include_router(AgentApi(server.chat, server.agents, server.transfer, principal).router())
+    app.include_router(PackApi(server.packs, server.transfer.admit_import, principal).router())
     app.router.routes.append(mcp.route)
     _add_middleware(app, server)
     return app
@@ -159,7 +161,7 @@ def _add_middleware(app: FastAPI, server: Server) -> None:
     app.add_middleware(
         BodyLimit,
         max_bytes=int(settings.max_body_mb * 2**20),
-        larger={IMPORT_PATH: settings.runtime.disk_bytes},
+        larger=dict.fromkeys((IMPORT_PATH, PACKS_PATH), settings.runtime.disk_bytes),
     )
     app.add_middleware(Guard, access=server.access)
     app.add_middleware(OriginCheck, origins=origins, permits=is_from_app)

@@ -7,6 +7,6 @@ conversations `StatefulInferencePort`), models, and the values that the services
 `backend.py` finds models, computes steps of sequences, and exports and imports their KV cache as
 `KVPayload`. `storage.py` stores payloads in files (`BlockFilesPort`), agents and turns in a ledger
 (`LedgerPort`), and one agent as a file (`AgentFilePort`). `sharing.py` has the interfaces where
-servers that share agents differ from a single one. `telemetry.py` receives counters, durations, and
-the timeline of each request.
+servers that share agents differ from a single one. `packs.py` stores the KV cache of a system
+prompt as a file. `telemetry.py` receives counters, durations, and the timeline of each request.
 """

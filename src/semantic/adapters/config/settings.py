@@ -363,3 +363,8 @@ class Settings(_RuntimeFields):
     def export_key_file(self) -> Path:
         """The file with the key that signs agents exported by this installation."""
         return self.home_dir / "export.key"
+
+    @property
+    def pack_key_files(self) -> tuple[Path, Path]:
+        """The file with the key that signs cache packs, and the file of trusted public keys."""
+        return self.home_dir / "pack.key", self.home_dir / "pack_keys"

@@ -20,6 +20,7 @@ from semantic.domain.agents import (
     Agent,
     Principal,
     Turn,
+    pack_id,
 )
 from semantic.domain.chat import Continuation, Message, Role
 from semantic.domain.errors import AgentNotFoundError, ConflictError, QuotaExceededError
@@ -149,7 +150,7 @@ class AgentLedger:
 
     def get(self, tenant: str, agent_id: str) -> Agent:
         agent = self._agents.find_agent(tenant, agent_id)
-        if agent is None:
+        if agent is None or agent.pack:
             raise AgentNotFoundError(f"there is no agent {agent_id!r}.")
         return agent
 
@@ -226,12 +227,19 @@ class AgentLedger:
     def delete(self, tenant: str, agent_id: str) -> Agent:
         """Delete an agent; the next garbage collection deletes its turns and blocks."""
         with self._changes:
-            agent = self.get(tenant, agent_id)
-            self._agents.drop(agent)
-            self._write(DropAgent(tenant, agent_id))
-            if self.storage is not None:
-                self.storage.remove(tenant, PutAgent(agent))
-            return agent
+            return self._drop(self.get(tenant, agent_id))
+
+    def get_pack(self, tenant: str, name: str) -> Agent:
+        """Return the agent that keeps a pack's blocks; `AgentNotFoundError` if there is none."""
+        agent = self.find_agent(tenant, pack_id(name))
+        if agent is None:
+            raise AgentNotFoundError(f"tenant {tenant!r} has no pack {name!r}.")
+        return agent
+
+    def delete_pack(self, pack: Agent) -> None:
+        """Delete the agent that keeps a pack's blocks."""
+        with self._changes:
+            self._drop(self.get_pack(pack.tenant, pack.pack))
 
     def expire(self) -> list[Agent]:
         """Delete expired agents and return them.
@@ -377,6 +385,13 @@ class AgentLedger:
     def _put(self, agent: Agent, before: Agent | None) -> Agent:
         self._write(self._agents.put(agent, before, None))
         self._count_stored(agent.tenant, PutAgent(agent), PutAgent(before) if before else None)
+        return agent
+
+    def _drop(self, agent: Agent) -> Agent:
+        self._agents.drop(agent)
+        self._write(DropAgent(agent.tenant, agent.id))
+        if self.storage is not None:
+            self.storage.remove(agent.tenant, PutAgent(agent))
         return agent
 
     def _rewound(self, agent: Agent, turn_id: str | None) -> Agent:

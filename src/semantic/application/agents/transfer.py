@@ -23,7 +23,7 @@ from semantic.application.cache.index import BlockNode
 from semantic.application.cache.writer import DiskTier
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.model import LoadedModel
-from semantic.domain.agents import Agent, Pointer, Principal, Turn
+from semantic.domain.agents import Agent, Pointer, Principal, Turn, check_agent_id
 from semantic.domain.blocks import BlockName, describe_change, unpack_tokens
 from semantic.domain.errors import (
     CacheCorruptionError,
@@ -112,21 +112,13 @@ class AgentTransfer:
         for node in self._cache().store.chain(pointer.block):
             kinds = [kind for kind in LayerKind if node.has(kind)]
             try:
-                payloads = [(kind, self._payload(node, kind)) for kind in kinds]
+                payloads = [(kind, stored_payload(node, kind, self._disk)) for kind in kinds]
             except CacheCorruptionError:
                 return
             if LayerKind.FULL not in kinds:
                 return
             for kind, payload in payloads:
                 yield ExportPart(node.part(kind), payload)
-
-    def _payload(self, node: BlockNode, kind: LayerKind) -> KVPayload:
-        payload, part = node.payloads.get(kind), node.files.get(kind)
-        if payload is not None:
-            return payload
-        if part is None or self._disk is None:
-            raise CacheCorruptionError(f"block {node.name.short} was evicted")
-        return self._disk.read(part).result()
 
     # -- import ---------------------------------------------------------------------------------
 
@@ -188,6 +180,7 @@ class AgentTransfer:
             is_messages_only, is_trusted = True, False
         known = arrival.head.agent
         known = known.with_id(new_id) if new_id else known
+        check_agent_id(known.id, "id", is_new=False)  # a file may name it as packs are named
         if self._agents.find_agent(principal.tenant, known.id) is not None:
             raise ConflictError(f"agent {known.id!r} already exists.", param="id")
         logged = (PutTurn(principal.tenant, turn) for turn in arrival.turns)
@@ -240,6 +233,20 @@ class AgentTransfer:
                 end = part.start + part.num_tokens
                 store.settle_windows([sealed], sealed, [end])
         return names
+
+
+def stored_payload(node: BlockNode, kind: LayerKind, disk: DiskTier | None) -> KVPayload:
+    """Return a part of a block, from memory or disk.
+
+    Raises:
+        CacheCorruptionError: the part was evicted meanwhile, or its file is damaged.
+    """
+    payload, part = node.payloads.get(kind), node.files.get(kind)
+    if payload is not None:
+        return payload
+    if part is None or disk is None:
+        raise CacheCorruptionError(f"block {node.name.short} was evicted")
+    return disk.read(part).result()
 
 
 def _checked(items: Iterator[ExportItem]) -> _Arrival:
@@ -325,7 +332,7 @@ def _unplaced(turns: Iterable[Turn]) -> list[Turn]:
     for turn in turns:
         # Do not trust the file's count: later reads of the log rely on it.
         num_messages = len(turn.messages) + (0 if turn.holds_all_messages else num_messages)
-        bare = replace(turn, tokens=(), num_tokens=0, digest="", pointer=None)
+        bare = replace(turn, tokens=(), num_tokens=0, num_head=0, digest="", pointer=None)
         unplaced.append(replace(bare, num_messages=num_messages))
     return unplaced
 

@@ -76,6 +76,7 @@ class FinishedTurn:
         is_thinking: Whether the request asks for thinking; None leaves that to the model.
         facts: What the engine found in the cache; None if unknown.
         previous: The turn that the conversation seems to continue, if its agent is new.
+        num_head: See `Turn`.
     """
 
     prompt: Sequence[int]
@@ -95,6 +96,7 @@ class FinishedTurn:
     is_thinking: bool | None = None
     facts: CacheFacts | None = None
     previous: str | None = None
+    num_head: int = 0
 
 
 class TurnLog:
@@ -282,6 +284,7 @@ class TurnLog:
             reason=finished.reason,
             tools=tool_digests(finished.tools) if is_whole else (),
             is_thinking=finished.is_thinking,
+            num_head=finished.num_head,
         )
         before = parent if divergence is None else self.turn(agent.tenant, divergence.turn_id)
         miss = self._miss(agent.tenant, before, finished, divergence) if before else None

@@ -28,6 +28,7 @@ from semantic.application.engine.model import (
     Loader,
     ModelLifecycle,
     Stop,
+    T,
 )
 from semantic.application.engine.request import AheadJob, EmbeddingJob, EventSink, Job
 from semantic.application.settings import EngineLimits
@@ -241,6 +242,31 @@ class DeviceThread:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def run_between_steps(self, work: Callable[[BlockPoolBatchEngine], T]) -> T:
+        """Run `work` on the device thread between two steps, and wait for its result.
+
+        What `work` raises is raised here; running requests continue.
+
+        Raises:
+            ModelSwapError: no model is loaded.
+            DrainingError: the server is shutting down.
+        """
+        result: Future[T] = Future()
+
+        def run(engine: BlockPoolBatchEngine) -> None:
+            try:
+                result.set_result(work(engine))
+            except DeviceLostError as error:
+                result.set_exception(ModelSwapError(error.message, retry_after_s=10))
+                raise  # the device thread loads the model again
+            except Exception as error:  # noqa: BLE001 - raised in the calling thread
+                result.set_exception(error)
+
+        self._call_engine(run).result()
+        if not result.done():
+            raise ModelSwapError("no model is loaded.", retry_after_s=2)
+        return result.result()
 
     def _call_engine(self, work: Callable[[BlockPoolBatchEngine], None]) -> Future[None]:
         call = Call(work)

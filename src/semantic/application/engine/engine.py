@@ -24,6 +24,7 @@ from semantic.application.engine.request import (
     EngineEvent,
     EventBatch,
     EventSink,
+    GuestSequence,
     Job,
     as_backend_error,
     monotonic,
@@ -38,18 +39,22 @@ from semantic.domain.errors import (
     BackendError,
     GenerationTimeoutError,
     InvalidRequestError,
+    ModelSwapError,
     PoolExhaustedError,
     SemanticError,
 )
 from semantic.domain.events import Failed, Finished
 from semantic.domain.sampling import FinishReason
+from semantic.domain.spec import LayerKind
 from semantic.ports.backend import (
     Chunk,
     Computed,
+    KVPayload,
     ModelBackendPort,
     Row,
     RowFailed,
     Sampled,
+    SequenceId,
     Step,
 )
 from semantic.ports.text import TokenizerPort
@@ -100,10 +105,13 @@ class BlockPoolBatchEngine:
             self._sharing,
             self._sequence_ids,
             counts=self._watch.counts,
-            is_room_coming=lambda: store.is_busy or bool(self._embeddings.sequences),
+            is_room_coming=lambda: (
+                store.is_busy or bool(self._embeddings.sequences or self._guests)
+            ),
             fail=self._fail,
         )
         self._short_of_memory: Generation | None = None
+        self._guests: set[GuestSequence] = set()
 
     # -- called by the device thread ------------------------------------------------------------
 
@@ -210,6 +218,7 @@ class BlockPoolBatchEngine:
             self._events.append((generation.job.id, generation.final or Failed(error)))
         self._generations.clear()
         self._events += self._embeddings.fail(error)
+        self._guests.clear()
         self._emit_events()
 
     def resize(self, nbytes: int) -> None:
@@ -222,8 +231,56 @@ class BlockPoolBatchEngine:
         running = {g.seq for g in self._scheduler.running}
         lingering = {g.seq for g in self._generations.values() if g.is_done and g.progress.num_rows}
         idle = {copy.seq for copy in self._memory.idle}
-        if self._memory.sequences != running | lingering | idle | self._embeddings.sequences:
+        others = self._embeddings.sequences | {guest.seq for guest in self._guests}
+        if self._memory.sequences != running | lingering | idle | others:
             raise AssertionError("memory is reserved for sequences that are not open")
+
+    # -- sequences of other parts of the server -------------------------------------------------
+
+    def open_guest(self, tokens: Sequence[int]) -> GuestSequence:
+        """Open a sequence that belongs to no request; `close_guest` must follow.
+
+        Raises:
+            PoolExhaustedError: the sequence does not fit beside the running requests.
+        """
+        guest = GuestSequence(SequenceId(next(self._sequence_ids)))
+        while not self._memory.resize(guest.seq, len(tokens)):
+            if not self._memory.close_oldest_idle():
+                what = f"a sequence of {len(tokens)} tokens does not fit this server's memory now"
+                raise PoolExhaustedError(f"{what}; try again.", retry_after_s=5)
+        self._guests.add(guest)
+        self._backend.open_sequence(guest.seq, tokens)
+        return guest
+
+    def load_guest(self, guest: GuestSequence, parts: Sequence[KVPayload]) -> None:
+        """Extend a guest with stored KV cache; `CacheCorruptionError` if that is malformed."""
+        self._require_guest(guest)
+        self._backend.load(guest.seq, parts, parts[-1].end)
+
+    def compute_guest(
+        self, guest: GuestSequence, start: int, tokens: Sequence[int], kinds: Sequence[LayerKind]
+    ) -> list[KVPayload]:
+        """Compute the next tokens of a guest; returns their KV cache for some kinds of layers."""
+        self._require_guest(guest)
+        self._collect_all()
+        step = Step((Chunk(guest.seq, start, tuple(tokens)),))
+        (row,) = self._backend.collect(self._backend.launch(step)).rows
+        if isinstance(row, RowFailed):
+            raise BackendError(row.reason)
+        end = start + len(tokens)
+        tickets = [self._backend.snapshot(guest.seq, start, end, kind) for kind in kinds]
+        payloads = [self._backend.payload(ticket) for ticket in tickets]
+        self._backend.flush()
+        return payloads
+
+    def close_guest(self, guest: GuestSequence) -> None:
+        if guest in self._guests:
+            self._guests.remove(guest)
+            self._memory.close_sequence(guest.seq)
+
+    def _require_guest(self, guest: GuestSequence) -> None:
+        if guest not in self._guests:
+            raise ModelSwapError("the model was swapped or has failed; try again.")
 
     # -- schedule -------------------------------------------------------------------------------
 

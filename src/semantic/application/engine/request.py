@@ -98,6 +98,13 @@ class EmbeddingJob:
             self.result.set_exception(error)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GuestSequence:
+    """A sequence that belongs to no request, e.g. to compute stored blocks again."""
+
+    seq: SequenceId
+
+
 @dataclass(frozen=True, slots=True)
 class AheadJob:
     """The beginning of an agent's next prompt, to compute while no request runs.

@@ -61,10 +61,9 @@ class PreparedRequest:
     job: Job
     shape: ReplyShape
     identity: Identity
+    prompt: Prompt
     thinking: ThinkingCounter | None = None
     day: date | None = None
-    num_begun: int = 0
-    num_marked: int = 0
 
 
 class Preparation:
@@ -143,10 +142,9 @@ class Preparation:
             job,
             shape,
             identity,
+            prompt,
             thinking=_thinking_counter(shape, model, visible),
             day=day,
-            num_begun=prompt.num_begun,
-            num_marked=prompt.num_marked,
         )
 
     def render(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> Prompt:

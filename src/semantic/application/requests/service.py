@@ -182,7 +182,7 @@ class InferenceService:
             usage,
             job.sampling,
             model.system_fingerprint,
-            prepared.num_marked,
+            prepared.prompt.num_marked,
             compared.change if compared else None,
         )
         parser = ReplyParser(
@@ -341,6 +341,7 @@ class InferenceService:
             is_thinking=request.thinking.is_enabled if request.thinking else None,
             facts=CacheFacts(job.root, left.reuse, left.num_stored, left.is_damaged),
             previous=self._likely_previous(prepared),
+            num_head=prepared.prompt.num_head,
         )
         identity = prepared.identity
         turn, done = self._agents.commit(
@@ -370,7 +371,7 @@ class InferenceService:
             tokens = tokens[:-1]
         if prepared.request.raw_prompt is not None:
             return  # no chat template renders this reply again
-        num_asked = len(prepared.job.tokens) - prepared.num_begun
+        num_asked = len(prepared.job.tokens) - prepared.prompt.num_begun
         asked, begun = prepared.job.tokens[:num_asked], prepared.job.tokens[num_asked:]
         prompt = prompt_digest(prepared.model.text_root(prepared.principal), asked)
         for key in keys_to_remember(prompt, finished.message):

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Group
-from rich.progress import Progress
 from rich.text import Text
 from rich.tree import Tree
 
@@ -27,7 +26,6 @@ from semantic.entrypoints.cli.screen import (
     Spinner,
     age,
     agents_table,
-    console,
     message_text,
     reuse_bar,
     say,
@@ -35,6 +33,7 @@ from semantic.entrypoints.cli.screen import (
     size,
     table,
     tier,
+    transfer_progress,
 )
 
 agents_app = typer.Typer(
@@ -289,17 +288,8 @@ def export_agent(
 ) -> Answer:
     """Write an agent, with its turns and its KV cache, into one file."""
     target = file or Path(f"{agent}.tar")
-    if target.exists() and not force:
-        raise InvalidRequestError(f"{target} exists; choose another file, or use --force")
-    prefix = f"{target.name}."
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as scratch:
-        part = Path(scratch, target.name)
-        with part.open("wb") as sink, _progress() as progress:
-            task = progress.add_task(f"exporting {agent}", total=None)
-            for nbytes in client.download(f"/v1/agents/{agent}/export", sink):
-                progress.advance(task, nbytes)
-        part.replace(target)
-    nbytes = target.stat().st_size
+    path = f"/v1/agents/{agent}/export"
+    nbytes = download_file(client, path, target, f"exporting {agent}", force=force)
     written = {"agent": agent, "file": str(target), "bytes": nbytes}
     return Answer(written, f"{target}: {size(nbytes)}")
 
@@ -319,7 +309,7 @@ def import_agent(
     query: Json = {"messages_only": str(messages_only).lower()}
     if agent_id:
         query["id"] = agent_id
-    with _progress() as progress:
+    with transfer_progress() as progress:
         pieces = progress.track(
             file_pieces(file), total=-(-file.stat().st_size // 2**20), description="importing"
         )
@@ -328,9 +318,23 @@ def import_agent(
     return Answer(found, f"{found['id']}: at turn {found['turns']:,}; {state}")
 
 
-def _progress() -> Progress:
-    screen = console(is_error=True)
-    return Progress(console=screen, transient=True, disable=not screen.is_terminal)
+def download_file(client: ServerClient, path: str, target: Path, title: str, *, force: bool) -> int:
+    """Download a file, which appears when it is complete; returns its size in bytes.
+
+    Raises:
+        InvalidRequestError: the file exists, and `force` is False.
+    """
+    if target.exists() and not force:
+        raise InvalidRequestError(f"{target} exists; choose another file, or use --force")
+    prefix = f"{target.name}."
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as scratch:
+        part = Path(scratch, target.name)
+        with part.open("wb") as sink, transfer_progress() as progress:
+            task = progress.add_task(title, total=None)
+            for nbytes in client.download(path, sink):
+                progress.advance(task, nbytes)
+        part.replace(target)
+    return target.stat().st_size
 
 
 # -- turns -----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from semantic.entrypoints.cli.keys import keys_app
 from semantic.entrypoints.cli.launch import launch, mcp
 from semantic.entrypoints.cli.models import models_app, ps, stop
 from semantic.entrypoints.cli.screen import say
+from semantic.entrypoints.cli.storage.packs import packs_app
 from semantic.entrypoints.cli.watch import bench, top
 
 _SERVE_FLAGS = (
@@ -228,7 +229,7 @@ def export_key(settings: Settings) -> Answer:
 def _cache(
     action: str, settings: Settings, orphan_age_h: float | None = None, key: str | None = None
 ) -> Answer:
-    from semantic.entrypoints.cli.cache import run_cache
+    from semantic.entrypoints.cli.storage.cache import run_cache
 
     return run_cache(action, settings, orphan_age_h, key)
 
@@ -238,5 +239,6 @@ for command in (chat, ps, stop, top, bench, launch, mcp):
 app.command(rich_help_panel=_UPKEEP)(doctor)
 app.add_typer(agents_app, name="agents", rich_help_panel=_USING)
 app.add_typer(models_app, name="models", rich_help_panel=_USING)
+app.add_typer(packs_app, name="pack", rich_help_panel=_USING)
 app.add_typer(cache_app, name="cache", rich_help_panel=_UPKEEP)
 app.add_typer(keys_app, name="keys", rich_help_panel=_UPKEEP)

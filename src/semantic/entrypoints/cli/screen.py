@@ -12,6 +12,7 @@ from typing import Self
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import Progress
 from rich.segment import Segment
 from rich.status import Status
 from rich.table import Table
@@ -45,6 +46,12 @@ def console(*, is_error: bool = False, is_quiet: bool = False) -> Console:
     return _PlainConsole(
         stderr=is_error, quiet=is_quiet, highlight=False, markup=False, emoji=False
     )
+
+
+def transfer_progress() -> Progress:
+    """Make a progress bar for a file that is sent or received; shown on a terminal only."""
+    screen = console(is_error=True)
+    return Progress(console=screen, transient=True, disable=not screen.is_terminal)
 
 
 def say(text: str, *, is_error: bool = False) -> None:

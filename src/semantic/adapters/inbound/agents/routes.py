@@ -6,10 +6,9 @@ It is thin over `StatefulInferencePort` and the services of `application/agents`
 import asyncio
 import functools
 import secrets
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, BinaryIO
+from collections.abc import Callable
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -45,6 +44,7 @@ from semantic.adapters.inbound.http.streaming import (
     answer,
     unless_disconnected,
 )
+from semantic.adapters.inbound.http.uploads import uploaded
 from semantic.adapters.inbound.wire import (
     EPHEMERAL,
     EXPLAIN,
@@ -55,18 +55,13 @@ from semantic.adapters.inbound.wire import (
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
 from semantic.domain.agents import Principal, Turn
-from semantic.domain.errors import AgentNotFoundError, InvalidRequestError, OverloadedError
+from semantic.domain.errors import AgentNotFoundError
 from semantic.ports.inbound import AgentPage, StatefulInferencePort
 
 _MAX_ID = 128
 MEDIA_TYPE = "application/x-tar"
 IMPORT_PATH = "/v1/agents/import"
-_PIECE = 2**20
-_IN_MEMORY = 2**23
-_RETRY_S = 60.0  # delay before a retry when the disk was full
-# Few imports run at once: an upload must be this fast on average after the first seconds.
-_UPLOAD_GRACE_S, _MIN_UPLOAD_RATE = 60.0, 2**16
-_FILE: dict[str, Any] = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
+TAR_CONTENT: dict[str, Any] = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
 
 class AgentApi:
@@ -100,7 +95,7 @@ class AgentApi:
             methods=["POST"],
             status_code=201,
             responses=refusals(400, 409, 413, 429, 503),
-            openapi_extra={"requestBody": {"required": True, "content": _FILE}},
+            openapi_extra={"requestBody": {"required": True, "content": TAR_CONTENT}},
         )
         create = made | refusals(400, 409, 429, 503)
         add("", self.create, methods=["POST"], status_code=201, responses=create)
@@ -136,7 +131,7 @@ class AgentApi:
             response_class=StreamingResponse,
             response_model=None,
             responses={
-                200: {"description": "the file", "content": _FILE},
+                200: {"description": "the file", "content": TAR_CONTENT},
                 **refusals(400, 404, 503),
             },
         )
@@ -268,20 +263,13 @@ class AgentApi:
         this server nor a trusted one signed the file, its KV cache is left out and the next turn
         recomputes it; `import_state` says which is the case.
         """
-        with (
-            self._transfer.admit_import(self._principal()),
-            tempfile.SpooledTemporaryFile(_IN_MEMORY) as file,
-        ):
-            started, num_bytes = time.monotonic(), 0
-            async for piece in http.stream():
-                num_bytes += len(piece)
-                _require_pace(num_bytes, time.monotonic() - started)
-                await asyncio.to_thread(_store, file, piece)
-            imported = await asyncio.to_thread(
-                lambda: self._transfer.import_agent(
-                    self._principal(), lambda: _pieces(file), id, is_messages_only=messages_only
+        with self._transfer.admit_import(self._principal()):
+            async with uploaded(http) as open_file:
+                imported = await asyncio.to_thread(
+                    lambda: self._transfer.import_agent(
+                        self._principal(), open_file, id, is_messages_only=messages_only
+                    )
                 )
-            )
         view = await asyncio.to_thread(self._agents.get, self._principal(), imported.agent.id)
         return ImportedOut(
             **dict(AgentOut.of(view)),
@@ -293,28 +281,3 @@ class AgentApi:
 def _random_id(agent_id: str) -> str:
     suffix = f"-{secrets.token_hex(4)}"
     return f"{agent_id[: _MAX_ID - len(suffix)]}{suffix}"
-
-
-def _require_pace(num_bytes: int, elapsed_s: float) -> None:
-    if elapsed_s > _UPLOAD_GRACE_S + num_bytes / _MIN_UPLOAD_RATE:
-        raise InvalidRequestError(
-            f"the upload is too slow: {num_bytes} bytes in {elapsed_s:.0f} s, at least "
-            f"{_MIN_UPLOAD_RATE // 1024} KB/s are required. Copy the file to the server's machine "
-            "and import it there."
-        )
-
-
-def _store(file: "tempfile.SpooledTemporaryFile[bytes]", piece: bytes) -> None:
-    try:
-        file.write(piece)
-    except OSError as error:
-        raise OverloadedError(
-            f"the file cannot be stored in {tempfile.gettempdir()}: {error.strerror}.",
-            retry_after_s=_RETRY_S,
-        ) from error
-
-
-def _pieces(file: "BinaryIO | tempfile.SpooledTemporaryFile[bytes]") -> Iterator[bytes]:
-    file.seek(0)
-    while piece := file.read(_PIECE):
-        yield piece

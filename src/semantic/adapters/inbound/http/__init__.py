@@ -9,5 +9,5 @@
 5. `streaming.py` sends replies as server-sent events in one loop, with heartbeats, progress and
    failures, and cancels the reply when the client disconnects.
 
-`health.py` has the endpoints that belong to no protocol.
+`uploads.py` receives a large file. `health.py` has the endpoints that belong to no protocol.
 """

@@ -9,6 +9,7 @@
 5. On reading, `files.py` compares header and checksum with the requested part before it uses any
    data, and moves a bad file to quarantine. A scan finds the files with `listing.py`.
 
-`agent_archive.py` packs block files and an agent's turns into a signed tar archive, and reads
-untrusted archives.
+`agent_archive.py` puts block files and an agent's turns into a signed tar archive, and reads
+untrusted archives. `pack_archive.py` does the same for a cache pack, which `pack_keys.py` signs.
+`archive.py` has what both files have in common.
 """

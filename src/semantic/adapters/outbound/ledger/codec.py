@@ -91,6 +91,7 @@ class TurnBody:
     tools: tuple[tuple[str, str], ...] = ()
     is_thinking: bool | None = None
     miss: CacheMiss | None = None
+    num_head: int = 0
 
     @classmethod
     def of(cls, turn: Turn) -> Self:

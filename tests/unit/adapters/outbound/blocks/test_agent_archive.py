@@ -14,13 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantic.adapters.outbound.blocks.agent_archive import (
-    END,
     AgentFile,
     ExportKeys,
     compose_manifest,
-    compose_member,
     own_key,
 )
+from semantic.adapters.outbound.blocks.archive import END, compose_member
 from semantic.adapters.outbound.blocks.format import KVCodec
 from semantic.domain.agents import Agent, AgentProfile, Pointer, Reuse, Turn
 from semantic.domain.blocks import BlockName, BlockPart, block_name, pack_tokens
@@ -395,7 +394,7 @@ def too_many_values() -> Iterator[bytes]:
     "made, problem",
     [
         (too_long, "is too long"),
-        (too_long_together, "its turns exceed 128 MB"),
+        (too_long_together, "its JSON members exceed 128 MB"),
         (too_many, "more than 65536 members"),
         (too_many_values, "too many values"),
     ],

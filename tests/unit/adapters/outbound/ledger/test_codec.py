@@ -154,6 +154,7 @@ def test_the_stored_form_of_a_turn_stays_what_it_is() -> None:
         divergence=Divergence("t0", 3),
         model="m",
         reason=FinishReason.TOOL_USE,
+        num_head=4,
     )
 
     stored = encode_turn(body)
