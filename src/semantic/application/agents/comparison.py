@@ -126,10 +126,15 @@ def cache_miss(before: Turn, model: str, num_prompt: int, facts: CacheFacts) -> 
     return CacheMiss(reason, num_missed, detail)
 
 
-def num_common_messages(before: Sequence[Message], now: Sequence[Message]) -> int:
-    """Count the messages after the system prompt with which both conversations begin."""
-    pairs = zip(_rest(before), _rest(now), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: _plain(pair[0]) == _plain(pair[1]), pairs))
+def says_same(one: Message, other: Message) -> bool:
+    """Whether two messages say the same, apart from thinking and ids."""
+    return _plain(one) == _plain(other)
+
+
+def begins_alike(one: Sequence[Message], other: Sequence[Message]) -> bool:
+    """Whether two conversations begin with the same message after the system prompt."""
+    first, second = _rest(one)[:1], _rest(other)[:1]
+    return bool(first and second) and says_same(first[0], second[0])
 
 
 def _cache_reason(pointer: Pointer | None, facts: CacheFacts) -> tuple[MissReason, str]:
@@ -201,7 +206,7 @@ def _system_change(before: str, now: str) -> str:
 
 def _message_change(before: Message, now: Message, number: int) -> str:
     """Describe how a message differs; empty if it does not. Numbers start after the system."""
-    if _plain(before) != _plain(now):
+    if not says_same(before, now):
         return f"message {number} ({now.role.value}) changed"
     if _thinking(before) and not any(isinstance(part, ThinkingPart) for part in now.parts):
         return f"message {number} ({now.role.value}) came back without its thinking"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from semantic.application.agents.comparison import num_common_messages
+from semantic.application.agents.comparison import begins_alike, says_same
 from semantic.application.agents.storage_quota import StorageQuota, StoredRow
 from semantic.application.agents.turn_log import MAX_WALK, FinishedTurn, TurnLog
 from semantic.domain.agents import (
@@ -40,7 +40,7 @@ from semantic.ports.storage import (
 
 ANONYMOUS_TTL_S = 24 * 3600.0
 _SALT_BYTES = 16
-_MAX_SEARCHED = 16  # agents whose conversations are compared with that of a new agent
+_MAX_SEARCHED = 16  # agents whose latest replies are compared with those of a new agent
 
 
 class AgentsInMemory:
@@ -275,16 +275,18 @@ class AgentLedger:
     def likely_previous(self, tenant: str, messages: Sequence[Message]) -> Turn | None:
         """Return the latest turn of the conversation that a new agent's messages seem to continue.
 
-        A client that changes its tools or system prompt gets a new agent. The conversation is
-        searched among the most recently used agents, by the messages after the system prompt.
+        A client that changes its tools or system prompt gets a new agent. The turn is searched
+        among the most recently used agents: its reply is the last one in the messages, and both
+        conversations begin with the same message after the system prompt.
         """
-        if not any(message.role is Role.ASSISTANT for message in messages):
-            return None  # a new conversation
-        best, num_best = None, 0
-        for agent in self.agents(tenant)[:_MAX_SEARCHED]:
-            if (num := num_common_messages(self.conversation(agent), messages)) > num_best:
-                best, num_best = agent, num
-        return self.turn(tenant, best.head) if best and best.head else None
+        replies = [message for message in messages if message.role is Role.ASSISTANT]
+        for agent in self.agents(tenant)[:_MAX_SEARCHED] if replies else ():
+            turn = self.turn(tenant, agent.head) if agent.head else None
+            if turn is None or not turn.messages or not says_same(turn.messages[-1], replies[-1]):
+                continue
+            if begins_alike(self.conversation(agent), messages):
+                return turn
+        return None
 
     def conversation(self, agent: Agent) -> list[Message]:
         return self.log.messages(agent.tenant, agent.head)

@@ -255,7 +255,14 @@ def test_a_client_that_gets_a_new_agent_is_recognised() -> None:
     assert turn.miss.detail == "tool list changed: 3 tools added at position 2"
 
 
-@pytest.mark.parametrize("said", [(SYSTEM, ASKED), (SYSTEM, ASKED_NEXT, REPLY, ASKED)])
+@pytest.mark.parametrize(
+    "said",
+    [
+        (SYSTEM, ASKED),
+        (SYSTEM, ASKED_NEXT, REPLY, ASKED),
+        (SYSTEM, ASKED, Message.of(Role.ASSISTANT, "An example."), ASKED_NEXT),
+    ],
+)
 def test_another_conversation_of_a_client_is_none(said: tuple[Message, ...]) -> None:
     assert second(Ask(said, tools=(C,)), agent_id="b").miss is None
 
