@@ -17,6 +17,7 @@ from tests.integration.test_direct_api import get, make, say
 from tests.page.browser import NEEDED, Browser, Page
 from tests.smoke.server_process import serve
 from tests.unit.application.device_rig import hold
+from tests.waiting import await_that
 
 pytestmark = NEEDED
 
@@ -77,6 +78,33 @@ def test_a_stopped_reply_is_kept_and_continued(
     [whole] = get(http, "/v1/agents/coder/turns")["data"]
     assert whole["messages"][-1]["content"][0]["text"].startswith(text)
     assert whole["finish_reason"] != "cancelled"
+
+
+def test_a_message_is_edited_and_a_reply_is_written_again(
+    browser: Browser, http: httpx.Client, running: RunningServer
+) -> None:
+    make(http, id="coder")
+    first = say(http, "coder", "one")
+    page = browser.open(f"{running.url}/#/chat/coder")
+    page.click(".exchange .cost button", "Edit")
+    page.await_text("Sends in place of the earlier message", ".composer")
+    page.await_true("document.querySelector('.composer textarea').value === 'one'")
+    page.type(" and two")
+    page.press("Enter")
+    page.await_text("one and two", ".exchange:not(.live) .said.user")
+    [edited] = get(http, "/v1/agents/coder/turns")["data"]
+    assert edited["parent"] is None
+    assert edited["id"] != first["turn_id"]
+
+    page.click(".exchange .cost button", "Regenerate")
+    page.await_true(
+        "location.hash === '#/chat/coder' && document.querySelectorAll('.person').length === 2"
+    )
+    await_that(lambda: get(http, "/v1/agents/coder/turns")["data"][:1] not in ([], [edited]))
+    [again] = get(http, "/v1/agents/coder/turns")["data"]
+    assert again["messages"][0] == edited["messages"][0]
+    [kept] = [a for a in get(http, "/v1/agents")["data"] if a["id"] != "coder"]
+    assert kept["head"] == edited["id"]
 
 
 def rows(page: Page) -> Any:

@@ -82,9 +82,19 @@ function Conversation({ id, go }) {
     refreshAgent(id);
   };
 
+  const [edited, setEdited] = useState(null); // the turn whose message is in the composer
   const continueReply = async (turn) => {
-    const [asked, reply] = turn.messages.slice(-2);
+    const [asked, reply] = turn.messages;
     if (await act.rewind(id, turn.parent, { isQuiet: true })) await submit(textOf(asked), textOf(reply));
+  };
+  const regenerate = async (turn) => {
+    // The earlier reply becomes a branch of its own.
+    if ((await act.fork(id)) && (await act.rewind(id, turn.parent, { isQuiet: true }))) await submit(textOf(turn.messages[0]));
+  };
+  const sendMessage = async (message) => {
+    const turn = edited;
+    setEdited(null);
+    if (!turn || (await act.rewind(id, turn.parent))) await submit(message);
   };
   useEffect(() => {
     if (live?.isStopped) setLive(null);
@@ -103,12 +113,12 @@ function Conversation({ id, go }) {
     <div class="talk" onScroll=${(event) => (isNear.current = event.target.scrollHeight - event.target.scrollTop - event.target.clientHeight < 80)}>
       ${next && html`<${Button} kind="quiet" onClick=${() => load(next).catch(sayFault)}>Older turns<//>`}
       ${agent?.settings.system && html`<details class="system"><summary>System prompt</summary><pre>${agent.settings.system}</pre></details>`}
-      ${turns?.map((turn, index) => html`<${Turn} key=${turn.id} id=${id} turn=${turn} isHead=${index === turns.length - 1} onContinue=${running.current ? null : continueReply} go=${go} />`)}
+      ${turns?.map((turn, index) => html`<${Turn} key=${turn.id} id=${id} turn=${turn} isHead=${index === turns.length - 1} on=${running.current ? null : { continueReply, regenerate, edit: setEdited }} go=${go} />`)}
       ${live && html`<${Live} reply=${live} onRetry=${() => submit(live.asked)} />`}
       ${turns && !turns.length && !live && html`<div class="empty"><p>Send a message to <b>${id}</b>.</p>${known.health?.model === STARTER && html`<p class="note">${STARTER_NOTE}</p>`}</div>`}
       <div ref=${end} />
     </div>
-    <${Composer} id=${id} isBusy=${running.current !== null} onSend=${submit} onStop=${() => running.current?.abort()} />
+    <${Composer} id=${id} isBusy=${running.current !== null} edited=${edited} onSend=${sendMessage} onStop=${() => running.current?.abort()} onLeave=${() => setEdited(null)} />
   </div>`;
 }
 
@@ -130,9 +140,11 @@ async function stream(id, body, signal, reply, show) {
 
 const said = (role, text) => ({ role, content: [{ type: "text", text }] });
 
-/** Whether a turn is one question and a reply of text alone that was stopped or reached its limit. */
-const isUnfinished = ({ finish_reason: reason, messages: [asked, reply, ...more] }) =>
-  (reason === "cancelled" || reason === "max_tokens") && !more.length && asked?.role === "user" && reply?.content.every((part) => part.type === "text");
+/** Whether a turn is one message of the user and its reply: then it can be sent again. */
+const isPlain = ({ messages: [asked, reply, ...more] }) => asked?.role === "user" && reply?.role === "assistant" && !more.length;
+/** Whether its reply is text alone that was stopped or reached its limit. */
+const isUnfinished = ({ finish_reason: reason, messages }) =>
+  (reason === "cancelled" || reason === "max_tokens") && messages[1].content.every((part) => part.type === "text");
 
 function turnOf(id, asked, { parent, finished, firstAt, endAt, sentAt }) {
   return {
@@ -151,7 +163,7 @@ function turnOf(id, asked, { parent, finished, firstAt, endAt, sentAt }) {
 
 const ENDINGS = { cancelled: "stopped", max_tokens: "reached its limit of tokens" };
 
-function Turn({ id, turn, isHead, onContinue, go }) {
+function Turn({ id, turn, isHead, on, go }) {
   const [isOpen, setOpen] = useState(false);
   const replies = turn.messages.filter((message) => message.role === "assistant");
   const { usage, timing } = turn;
@@ -165,7 +177,9 @@ function Turn({ id, turn, isHead, onContinue, go }) {
       <span class="go">
         <${Button} kind="quiet" title="Why: compare the prompt with the stored conversation" aria-expanded=${isOpen} onClick=${() => setOpen(!isOpen)}>Why<//>
         <${Copy} text=${replies.map(textOf).join("\n")} />
-        ${isHead && onContinue && isUnfinished(turn) && html`<${Button} kind="quiet" title="Write on where this reply ends" onClick=${() => onContinue(turn)}>Continue<//>`}
+        ${on && isPlain(turn) && html`<${Button} kind="quiet" title="Change the message and send it again, in place of this turn and those after it" onClick=${() => on.edit(turn)}>Edit<//>`}
+        ${on && isHead && isPlain(turn) && html`<${Button} kind="quiet" title="Write another reply; this one is kept as a fork" onClick=${() => on.regenerate(turn)}>Regenerate<//>`}
+        ${on && isHead && isPlain(turn) && isUnfinished(turn) && html`<${Button} kind="quiet" title="Write on where this reply ends" onClick=${() => on.continueReply(turn)}>Continue<//>`}
         ${!isHead && html`<${Button} kind="quiet" title="Remove the turns after this reply" onClick=${() => act.rewind(id, turn.id)}>Rewind here<//>`}
         <${Button} kind="quiet" title="Start a fork from this reply" onClick=${() => act.askFork(id, turn.id, (made) => go("chat", made))}>Fork here<//>
       </span>
@@ -227,7 +241,7 @@ function Options({ value, onChange }) {
   </div></details>`;
 }
 
-function Composer({ id, isBusy, onSend, onStop }) {
+function Composer({ id, isBusy, edited, onSend, onStop, onLeave }) {
   const [text, setText] = useState(drafts.get(id) ?? "");
   const box = useRef();
   useEffect(() => void box.current.focus({ preventScroll: true }), [id]);
@@ -239,6 +253,13 @@ function Composer({ id, isBusy, onSend, onStop }) {
     box.current.style.height = "auto";
     box.current.style.height = `${Math.min(240, box.current.scrollHeight + 2)}px`;
   }, [text]);
+  useEffect(() => {
+    if (!edited) return;
+    setText((box.current.value = textOf(edited.messages[0])));
+    box.current.focus();
+    box.current.setSelectionRange(box.current.value.length, box.current.value.length);
+  }, [edited]);
+  const leave = () => (setText(""), onLeave());
   const go = () => {
     if (isBusy || !text.trim()) return;
     onSend(text.trim());
@@ -249,8 +270,10 @@ function Composer({ id, isBusy, onSend, onStop }) {
       event.preventDefault();
       go();
     } else if (event.key === "Escape" && isBusy) onStop();
+    else if (event.key === "Escape" && edited) leave();
   };
   return html`<form class="composer" onSubmit=${(event) => (event.preventDefault(), go())}>
+    ${edited && html`<p class="note">Sends in place of the earlier message. <${Button} kind="quiet" onClick=${leave}>Keep the earlier one<//></p>`}
     <textarea ref=${box} rows="1" placeholder=${`Message ${id}`} aria-label="Message" value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${press} />
     ${isBusy ? html`<${Button} icon="stop" title="Stop (Esc)" onClick=${onStop} />` : html`<button class="main" aria-label="Send" title="Send (Enter)" disabled=${!text.trim()}>Send</button>`}
   </form>`;
