@@ -40,12 +40,13 @@ SUITE = {
     "streams": False,
     "ahead": False,
     "tooltime": False,
+    "compaction": False,
     "grammar": False,
     "tenant_timing": True,
 }
 # What these say is of one part: among all others, a rough answer will do.
 ROUGH = ("torch", "quantised", "peer", "keeping", "grammar")
-BY_NAME = ("answers", "streams", "ahead", "tooltime")  # minutes each, and of one part alone
+BY_NAME = ("answers", "streams", "ahead", "tooltime", "compaction")  # minutes each, of one part
 OUTPUT = ROOT / "build" / "bench"
 
 

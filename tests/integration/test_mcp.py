@@ -107,6 +107,22 @@ async def test_a_question_changes_no_agent(running: RunningServer) -> None:
         assert http.get("/v1/agents", params={"prefix": "witness-ask"}).json()["data"] == []
 
 
+async def test_a_model_compacts_an_agent_into_a_branch(running: RunningServer) -> None:
+    await asyncio.to_thread(agent_with_turns, running, "long", "I saw a fox. " * 40, "Go on.")
+    before = await asyncio.to_thread(overview, running, "long")
+    async with Client(f"{running.url}/mcp") as client:
+        ask = {"agent": "long", "keep_turns": 1, "max_tokens": 32_768}
+        made = await use(client, "compact_agent", name="brief", **ask)
+        assert (made["agent"], made["tokens_before"]) == ("brief", before["tokens"])
+        assert made["reused_tokens"] > 400
+        assert "too short" in await refused(client, "compact_agent", agent="long", keep_turns=9)
+        assert "agent id" in await refused(client, "compact_agent", name="a b", **ask)
+    branch = await asyncio.to_thread(overview, running, "brief")
+    assert branch["settings"]["labels"]["branch.root"] == "long"
+    after = await asyncio.to_thread(overview, running, "long")
+    assert (after["head"], after["turns"]) == (before["head"], before["turns"])
+
+
 async def test_a_model_cannot_fork_without_end(running: RunningServer) -> None:
     await asyncio.to_thread(agent_with_turns, running, "seed", "Hello.")
     async with Client(f"{running.url}/mcp") as client:

@@ -141,13 +141,6 @@ def test_items_of_unstored_and_deleted_responses_are_not_found(client: openai.Op
             respond(client, [*HI, {"type": "item_reference", "id": made.output[0].id}])
 
 
-def test_conversations_are_not_compacted(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.InternalServerError, match="does not compact") as caught:
-        client.responses.compact(model="fake", input="x")
-    assert (caught.value.status_code, caught.value.code) == (501, "not_implemented")
-    assert caught.value.response.headers["x-should-retry"] == "false"
-
-
 def test_a_tool_loop(client: openai.OpenAI) -> None:
     asked: Any = {"model": "fake", "temperature": 0, "tools": [WEATHER, {"type": "web_search"}]}
     with client.responses.stream(input="weather?", tool_choice="required", **asked) as stream:

@@ -119,6 +119,7 @@ class Overflow(enum.Enum):
 
     ERROR = "error"  # the request is refused
     DROP_OLDEST = "drop_oldest"  # the oldest messages are left out, the system prompt stays
+    COMPACT = "compact"  # a summary that the model writes replaces the oldest messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,7 @@ class Turn:
         miss: Why its prompt did not reuse an earlier turn's KV cache; None if it did.
         num_head: Leading tokens of the conversation that tools and system messages take, as the
             template writes them; 0 if there are none or that was not logged.
+        num_summarised: Messages that a summary replaced in this turn.
     """
 
     id: str
@@ -221,6 +223,7 @@ class Turn:
     is_thinking: bool | None = None
     miss: CacheMiss | None = None
     num_head: int = 0
+    num_summarised: int = 0
 
     @property
     def holds_all_messages(self) -> bool:

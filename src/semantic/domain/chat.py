@@ -279,6 +279,7 @@ class Continuation:
     Attributes:
         turn_id: The latest turn; None before the first.
         is_edited: Whether the messages before the new ones differ from those of that turn.
+        num_summarised: Messages that a summary replaced.
         min_room: Tokens that must be left for the reply; otherwise the request is refused.
         epoch: Epoch of the lease on the agent; None where no lease is needed.
     """
@@ -286,6 +287,7 @@ class Continuation:
     turn_id: str | None
     is_edited: bool = False
     num_dropped: int = 0
+    num_summarised: int = 0
     min_room: int = 1
     epoch: int | None = None
 

@@ -3,6 +3,7 @@
     SemanticError
       InvalidRequestError          400  a field is missing, wrong or unsupported
         ContextLengthError         400  the prompt does not fit the model's context
+        CompactionError            400  the conversation cannot be summarised
         ConflictError              409  the request conflicts with the current state
         ItemNotFoundError          404  the request refers to an item that is not stored
       AuthenticationError          401  no key, or a key that this server does not know
@@ -87,6 +88,10 @@ class ContextLengthError(InvalidRequestError):
         )
         self.num_prompt = num_prompt
         self.limit = limit
+
+
+class CompactionError(InvalidRequestError):
+    """The conversation is too short to compact, or its summary is empty or was cut off."""
 
 
 class ConflictError(InvalidRequestError):

@@ -31,6 +31,12 @@ from semantic.application.models.registry import ModelRegistry
 from semantic.application.models.runtime import Runtime
 from semantic.application.packs.service import PackService
 from semantic.application.requests.access import Access
+from semantic.application.requests.compaction.successor import AgentCompaction
+from semantic.application.requests.compaction.summary import (
+    INSTRUCTIONS,
+    CompactionPolicy,
+    Summariser,
+)
 from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService
 from semantic.application.requests.stateful import StatefulChat
@@ -52,6 +58,8 @@ class Server:
     device: DeviceThread
     inference: InferenceService
     chat: StatefulChat
+    summariser: Summariser
+    compaction: AgentCompaction
     models: ModelRegistry
     runtime: Runtime
     memory: AgentMemory
@@ -118,6 +126,8 @@ def bootstrap(settings: Settings) -> Server:
     lanes = TurnLanes(max_waiting=max_waiting, timeout_s=timeout_s)
     runtime = Runtime(settings.runtime, device, models, memory.disk, memory.resize, set_log_level)
     archive = AgentFile(memory.codec, _export_keys(settings))
+    summariser = Summariser(inference, _compaction_policy(settings))
+    agents = AgentService(memory.agents, lanes, cache, feed, device)
     return Server(
         settings=settings,
         access=access,
@@ -125,26 +135,35 @@ def bootstrap(settings: Settings) -> Server:
         model_id=loader.first.id,
         device=device,
         inference=inference,
-        chat=StatefulChat(memory.agents, lanes, inference),
+        chat=StatefulChat(memory.agents, lanes, inference, summariser),
+        summariser=summariser,
+        compaction=AgentCompaction(memory.agents, agents, lanes, inference, summariser),
         models=models,
         runtime=runtime,
         memory=memory,
-        agents=AgentService(memory.agents, lanes, cache, feed, device),
+        agents=agents,
         lanes=lanes,
         cache=cache,
         transfer=AgentTransfer(
             memory.agents, memory.served.get, device, memory.disk, archive, feed
         ),
-        packs=PackService(
-            memory.agents,
-            memory.served.get,
-            device,
-            memory.disk,
-            PackFile(memory.codec, PackKeys(*settings.pack_key_files)),
-        ),
+        packs=_make_packs(settings, memory, device),
         feed=feed,
         metrics=metrics,
         history=MetricsHistory(functools.partial(metrics.plotted, watch)),
+    )
+
+
+def _make_packs(settings: Settings, memory: AgentMemory, device: DeviceThread) -> PackService:
+    files = PackFile(memory.codec, PackKeys(*settings.pack_key_files))
+    return PackService(memory.agents, memory.served.get, device, memory.disk, files)
+
+
+def _compaction_policy(settings: Settings) -> CompactionPolicy:
+    return CompactionPolicy(
+        instructions=settings.compaction_instructions or INSTRUCTIONS,
+        keep_turns=settings.compaction_keep_turns,
+        max_tokens=settings.compaction_max_tokens,
     )
 
 

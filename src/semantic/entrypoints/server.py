@@ -116,14 +116,16 @@ def create_app(server: Server) -> FastAPI:
     principal = current_principal
     app.include_router(openai_router(server.inference, server.models, principal))
     past = PastTurns(server.memory.agents.log)
-    app.include_router(ResponsesApi(server.inference, server.models, past, principal).router())
+    responses = ResponsesApi(server.inference, server.models, past, principal, server.summariser)
+    app.include_router(responses.router())
     app.include_router(health_router(server.models, lambda: _condition(server)))
     app.include_router(metrics_router(server.metrics.render, server.history.since))
     app.include_router(anthropic_router(server.inference, principal))
     app.include_router(OllamaApi(server.inference, server.models, past, principal).router())
     app.include_router(AdminApi(server.models, server.device, server.runtime).router())
     app.include_router(CacheApi(server.cache, server.feed, principal).router())
-    app.include_router(AgentApi(server.chat, server.agents, server.transfer, principal).router())
+    agents = AgentApi(server.chat, server.agents, server.transfer, server.compaction, principal)
+    app.include_router(agents.router())
     app.include_router(PackApi(server.packs, server.transfer.admit_import, principal).router())
     app.router.routes.append(mcp.route)
     _add_middleware(app, server)
@@ -135,7 +137,7 @@ def _make_mcp(server: Server) -> "McpEndpoint":
     from semantic.adapters.inbound.mcp.tools import McpTools
 
     limits = BranchLimits(server.settings.mcp_max_branches, server.settings.mcp_max_depth)
-    branches = AgentBranches(server.agents, server.chat, limits)
+    branches = AgentBranches(server.agents, server.chat, server.compaction, limits)
     return McpEndpoint(McpTools(server.agents, branches), current_principal)
 
 

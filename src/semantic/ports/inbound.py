@@ -161,6 +161,26 @@ class NewTurn:
     comparison: CacheComparison | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """How to compact an agent; None means the server's settings.
+
+    Attributes:
+        new_id: Id of the branch; None for a random id.
+        instructions: The message that asks for the summary.
+        keep_turns: Latest turns that stay as they are.
+        max_tokens: Longest summary.
+        labels: Labels of the branch, besides those of the agent.
+    """
+
+    new_id: str | None = None
+    instructions: str | None = None
+    keep_turns: int | None = None
+    max_tokens: int | None = None
+    sampling: SamplingParams | None = None
+    labels: tuple[tuple[str, str], ...] = ()
+
+
 class StatefulInferencePort(Protocol):
     """Generates replies in conversations that the server stores."""
 
@@ -267,6 +287,36 @@ class AgentView:
     state: StateView
     is_busy: bool
     history: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """A branch that continues an agent from a summary.
+
+    Attributes:
+        view: The branch.
+        num_before: Tokens of the agent's conversation.
+        num_summarised: Messages that the summary replaces.
+        num_kept: Messages that stay as they are.
+        summary_usage: Tokens of the request that wrote the summary.
+        summary_reuse: Where the prompt of that request came from.
+        reuse: Where the branch's tokens came from.
+    """
+
+    view: AgentView
+    parent_id: str
+    summary: str
+    num_before: int
+    num_summarised: int
+    num_kept: int
+    summary_usage: Usage
+    summary_reuse: Reuse
+    reuse: Reuse
+
+    @property
+    def num_after(self) -> int:
+        """Tokens of the branch's conversation."""
+        return self.view.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,6 +248,15 @@ class Settings(_RuntimeFields):
     mcp_max_depth: int = Field(
         4, ge=0, le=100, description="longest chain of forks of forks made through MCP"
     )
+    compaction_instructions: str = Field(
+        "", description="message that asks for a summary; empty: the server's own text"
+    )
+    compaction_keep_turns: int = Field(
+        2, ge=0, le=1000, description="latest turns that compaction keeps as they are"
+    )
+    compaction_max_tokens: int = Field(
+        2048, ge=1, le=131_072, description="longest summary, in tokens"
+    )
     otel_sample_ratio: float = Field(
         1.0,
         ge=0,

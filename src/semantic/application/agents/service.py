@@ -108,6 +108,17 @@ class AgentService:
             first = self._view(made[0])
             return tuple(replace(first, agent=agent) for agent in made)
 
+    def add_branch(self, agent: Agent, turn: Turn) -> AgentView:
+        """Add an agent whose head is a new turn, which continues a turn of another agent.
+
+        Raises:
+            ConflictError: an agent with this id exists.
+        """
+        with self._agents.log.settled():
+            made = self._agents.create(agent, [turn])
+            self._tell(made, AgentAction.FORKED)
+            return self._view(made)
+
     def rewind(self, principal: Principal, agent_id: str, turn_id: str | None) -> AgentView:
         """Move an agent's head to an earlier turn, or forward again to undo a rewind.
 

@@ -279,6 +279,7 @@ class TurnLog:
             num_messages=len(messages),
             digest=conversation_digest(tokens),
             num_dropped=going_on.num_dropped + finished.num_dropped,
+            num_summarised=going_on.num_summarised,
             divergence=divergence,
             model=finished.model,
             reason=finished.reason,

@@ -48,7 +48,7 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.ports.text import TokenizerPort
 
 # First messages that a tokenizer merges with preceding white space in different ways, if at all.
-_BEGINNINGS = tuple(Message.of(Role.USER, text) for text in ("\ufdd3", "a", "1"))
+BEGINNINGS = tuple(Message.of(Role.USER, text) for text in ("\ufdd3", "a", "1"))
 _MAX_POSITIONS = 16_384
 _NOWHERE = -1
 
@@ -227,7 +227,7 @@ class Renderer:
             leading = request.messages[: num_leading_system(request.messages)]
             first, *others = (
                 self._tokens(replace(request, messages=(*leading, message)), today, root)
-                for message in _BEGINNINGS
+                for message in BEGINNINGS
             )
             num_head = min(common_prefix(first, other) for other in others)
             self._heads.put(digest, num_head)

@@ -16,6 +16,8 @@
 If the reply ends in tool calls, `ahead.py` has the beginning of the next prompt rendered and
 computed while the tools run.
 
+`compaction/` replaces the oldest part of a conversation by a summary.
+
 `stateful.py` precedes these steps if the server stores the conversation: it queues the turns of an
 agent, and drops the oldest messages when they no longer fit. `explain.py` compares a prompt with an
 earlier turn before the job is submitted, if the request asks for that. `branches.py` sends

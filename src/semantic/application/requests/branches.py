@@ -11,12 +11,20 @@ from dataclasses import dataclass, replace
 
 from semantic.application.agents.service import AgentService
 from semantic.application.parsing import MessageFold
+from semantic.application.requests.compaction.successor import AgentCompaction
 from semantic.domain.agents import Agent, Principal, Turn
 from semantic.domain.chat import Message, Role
 from semantic.domain.errors import ConflictError, InvalidRequestError
 from semantic.domain.events import Failed, Finished, Usage
 from semantic.domain.sampling import StopRules
-from semantic.ports.inbound import AgentQuery, AgentView, NewTurn, StatefulInferencePort
+from semantic.ports.inbound import (
+    AgentQuery,
+    AgentView,
+    Compacted,
+    Compaction,
+    NewTurn,
+    StatefulInferencePort,
+)
 
 _ROOT, _DEPTH = "branch.root", "branch.depth"
 _PAGE = 1000
@@ -71,10 +79,15 @@ class AgentBranches:
     """
 
     def __init__(
-        self, agents: AgentService, inference: StatefulInferencePort, limits: BranchLimits
+        self,
+        agents: AgentService,
+        inference: StatefulInferencePort,
+        compaction: AgentCompaction,
+        limits: BranchLimits,
     ) -> None:
         self._agents = agents
         self._inference = inference
+        self._compaction = compaction
         self._limits = limits
 
     def fork(
@@ -85,14 +98,11 @@ class AgentBranches:
         Raises:
             ConflictError: a name is taken, or a limit is reached.
         """
-        parent = self._agents.get(principal, agent_id).agent
-        labels = dict(parent.labels)
-        root, depth = labels.get(_ROOT, parent.id), int(labels.get(_DEPTH, "0")) + 1
-        self._require_room(principal, root, depth, len(names))
+        labels = self._branch_labels(principal, agent_id, len(names))
         self._agents.fork(principal, agent_id, names, turn_id)
 
         def label(agent: Agent) -> Agent:
-            marked = {**dict(agent.labels), _ROOT: root, _DEPTH: str(depth)}
+            marked = dict(agent.labels) | labels
             return replace(agent, labels=tuple(sorted(marked.items())))
 
         return tuple(self._agents.update(principal, name, label) for name in names)
@@ -113,6 +123,12 @@ class AgentBranches:
         finally:
             await asyncio.shield(asyncio.to_thread(self._agents.delete, principal, name))
         return replace(reply, agent_id=None)
+
+    async def compact(self, principal: Principal, agent_id: str, ask: Compaction) -> Compacted:
+        """Create a branch that continues from a summary; see `AgentCompaction`."""
+        labels = await asyncio.to_thread(self._branch_labels, principal, agent_id, 1)
+        labelled = replace(ask, labels=tuple(sorted(labels.items())))
+        return await self._compaction.compact(principal, agent_id, labelled)
 
     async def send(
         self, principal: Principal, agent_id: str, message: str, stop: StopRules
@@ -153,6 +169,14 @@ class AgentBranches:
             if len(page) < _PAGE:
                 break
         return found[::-1]
+
+    def _branch_labels(self, principal: Principal, agent_id: str, count: int) -> dict[str, str]:
+        """Return the labels of new branches of an agent; raises if there may be no more."""
+        parent = self._agents.get(principal, agent_id).agent
+        labels = dict(parent.labels)
+        root, depth = labels.get(_ROOT, parent.id), int(labels.get(_DEPTH, "0")) + 1
+        self._require_room(principal, root, depth, count)
+        return {_ROOT: root, _DEPTH: str(depth)}
 
     def _require_room(self, principal: Principal, root: str, depth: int, count: int) -> None:
         limits = self._limits

@@ -109,7 +109,7 @@ class Preparation:
             principal.tenant, request.agent, prompt.tokens, prompt.num_head, claim
         )
         agent = identity.fork or self._agents.find_agent(principal.tenant, identity.agent_id)
-        max_kept = self._max_kept(agent, len(prompt.tokens), model) if agent else None
+        max_kept = self.max_kept(agent, len(prompt.tokens), model) if agent else None
         visible, shape = _shape(request, prompt, model)
         max_tokens = self._max_tokens(request, len(prompt.tokens), model)
         constraint = _constraint(shape, max_tokens, request.beginning, model)
@@ -122,7 +122,7 @@ class Preparation:
             sampling=_seeded(request.sampling.with_defaults(model.defaults)),
             stop=_stop_rules(request, model),
             max_tokens=max_tokens,
-            boundaries=_block_ends(prompt, model.backend.spec),
+            boundaries=block_ends(prompt, model.backend.spec),
             service_class=request.service_class,
             weight=principal.weight,
             deadline=monotonic() + self._request_timeout_s,
@@ -149,15 +149,20 @@ class Preparation:
 
     def render(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> Prompt:
         """Return the prompt that `prepare` would render; changes nothing."""
-        replays = TenantReplays(model.text_root(principal), self._replays, is_used=False)
-        prompt, _ = self._render(request, model, replays)
-        return prompt
+        return self.render_dated(request, principal, model)[0]
 
-    def keep_day(self, prepared: PreparedRequest) -> None:
-        """Store the date shown in the prompt, so that later prompts of the agent show the same."""
-        if prepared.day is not None:
-            root = prepared.model.text_root(prepared.principal)
-            self._dates.keep(root, prepared.request.without_beginning, prepared.day)
+    def render_dated(
+        self, request: ChatRequest, principal: Principal, model: LoadedModel
+    ) -> tuple[Prompt, date | None]:
+        """Return that prompt, and the date it shows."""
+        replays = TenantReplays(model.text_root(principal), self._replays, is_used=False)
+        return self._render(request, model, replays)
+
+    def keep_day(
+        self, request: ChatRequest, principal: Principal, model: LoadedModel, day: date
+    ) -> None:
+        """Store the date shown in a prompt, so that later prompts of the agent show the same."""
+        self._dates.keep(model.text_root(principal), request.without_beginning, day)
 
     def _render(
         self, request: ChatRequest, model: LoadedModel, replays: TenantReplays
@@ -191,7 +196,7 @@ class Preparation:
         except RecursionError:
             raise InvalidRequestError("messages or tools are nested too deeply.") from None
 
-    def _max_kept(self, agent: Agent, num_prompt: int, model: LoadedModel) -> int | None:
+    def max_kept(self, agent: Agent, num_prompt: int, model: LoadedModel) -> int | None:
         """Return how many tokens of KV cache the agent may keep; raises if the turn exceeds it."""
         self._agents.check_quota(agent)
         max_bytes = agent.quota.max_bytes
@@ -390,7 +395,7 @@ def _tail(prompt: Prompt, model: LoadedModel, visible: Mapping[int, bytes]) -> s
     return b"".join(pieces).decode("utf-8", "replace")
 
 
-def _block_ends(prompt: Prompt, spec: ModelCacheSpec) -> tuple[int, ...]:
+def block_ends(prompt: Prompt, spec: ModelCacheSpec) -> tuple[int, ...]:
     """Return the positions where a block ends even if it is not full.
 
     With full attention only, that is the end of the head, which agents share. Other kinds of layers

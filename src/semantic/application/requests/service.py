@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from semantic.application.agents.comparison import CacheFacts
 from semantic.application.agents.feed import EventFeed
@@ -25,6 +26,7 @@ from semantic.application.prompt.replay import (
     prompt_digest,
 )
 from semantic.application.requests.ahead import PrefillAhead
+from semantic.application.requests.compaction.prefill import Prefill, PromptPrefiller
 from semantic.application.requests.explain import CacheExplainer, PromptComparison
 from semantic.application.requests.identity import BusyAgents, Claim, Identities
 from semantic.application.requests.limits import Admission, RateLimits
@@ -36,11 +38,12 @@ from semantic.application.requests.reply import (
     UnloggedReplyError,
 )
 from semantic.application.requests.truncation import without_oldest
-from semantic.domain.agents import Pointer, Principal, Reuse, Turn
+from semantic.domain.agents import Agent, Pointer, Principal, Reuse, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import (
     ChatRequest,
     Message,
+    ServiceClass,
     ToolUsePart,
     require_whole_characters,
 )
@@ -59,6 +62,7 @@ from semantic.ports.inbound import EmbeddingRequest, Embeddings, Reply
 from semantic.ports.telemetry import NoTelemetry
 
 _log = logging.getLogger(__name__)
+_MAX_BACKGROUND = 4  # expected prompts that are computed at once
 _PREPARE_S = 60  # the longest time to prepare a request before it is queued
 
 
@@ -103,10 +107,14 @@ class InferenceService:
         self._explainer = CacheExplainer(agents)
         self._threads = PreparationThreads(min(gate.timeout_s, _PREPARE_S))
         self._ahead = PrefillAhead(device, self._preparation, self._threads)
+        self._prefiller = PromptPrefiller(
+            device, hub, self._preparation, self._threads, gate.timeout_s
+        )
         self._request_timeout_s = gate.timeout_s
         self._is_durable = is_durable
         self._watch = watch or TurnWatch(EventFeed(), NoTelemetry())
         self._busy = BusyAgents(agents.leases)
+        self._background: set[asyncio.Task[None]] = set()
         self.limits: Callable[[], RateLimits | None] = lambda: None
         self.learn: Callable[[BlockName, Sequence[int]], None] | None = None
 
@@ -224,13 +232,48 @@ class InferenceService:
 
     def _expect_results(self, prepared: PreparedRequest, reply: Message) -> None:
         """Have the prompt after a reply with tool calls computed ahead, within the rate limits."""
-        limits = self.limits()
-        if limits is None or all(left.remaining for left in limits.allowances(prepared.principal)):
+        if self._has_allowance(prepared.principal):
             self._ahead.add(prepared, reply)
+
+    def _has_allowance(self, principal: Principal) -> bool:
+        limits = self.limits()
+        return limits is None or all(left.remaining for left in limits.allowances(principal))
 
     def _resume_ahead(self) -> None:
         if self._ahead.expected:
             self._ahead.resume()
+
+    def max_context(self, name: str) -> int:
+        """Return how many tokens of prompt and reply fit a model that is loaded."""
+        spec = self.gate.model_for(name).backend.spec
+        return min(spec.max_context, self._device.longest_sequence)
+
+    async def prefill(
+        self, expected: Sequence[ChatRequest], principal: Principal, agent: Agent | None = None
+    ) -> Prefill:
+        """Compute what the prompts of all `expected` requests begin with; logs no turn.
+
+        See `PromptPrefiller.start`.
+        """
+        model = self.gate.model_for(expected[0].model)
+        return await self._prefiller.start(expected, principal, model, agent)
+
+    def expect(self, expected: Sequence[ChatRequest], principal: Principal) -> None:
+        """Compute in the background what one of the requests will begin with, as `prefill` does.
+
+        Returns at once. Requests of clients take precedence, and a failure is only logged.
+        """
+        later = [replace(request, service_class=ServiceClass.BACKGROUND) for request in expected]
+        if len(self._background) < _MAX_BACKGROUND and self._has_allowance(principal):
+            task = asyncio.create_task(self._compute_ahead(later, principal))
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
+
+    async def _compute_ahead(self, expected: Sequence[ChatRequest], principal: Principal) -> None:
+        try:
+            await (await self.prefill(expected, principal)).result()
+        except SemanticError as error:
+            _log.info("an expected prompt was not computed ahead: %s", error.message)
 
     async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:
         model = await self.gate.model(request.model)
@@ -376,7 +419,9 @@ class InferenceService:
         prompt = prompt_digest(prepared.model.text_root(prepared.principal), asked)
         for key in keys_to_remember(prompt, finished.message):
             self._replays.remember(key, (*begun, *tokens))
-        self._preparation.keep_day(prepared)
+        if prepared.day is not None:
+            who, model, day = prepared.principal, prepared.model, prepared.day
+            self._preparation.keep_day(prepared.request, who, model, day)
 
 
 # -- embeddings -----------------------------------------------------------------------------------

@@ -10,12 +10,18 @@ from dataclasses import dataclass, replace
 
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.running_turns import TurnLanes
+from semantic.application.requests.compaction.summary import Summariser, cut_to_fit
 from semantic.application.requests.reply import LiveReply
 from semantic.application.requests.service import InferenceService
 from semantic.application.requests.truncation import opens_turn, text_size
 from semantic.domain.agents import Agent, Overflow, Principal
 from semantic.domain.chat import AgentHint, ChatRequest, Continuation, Message, Role
-from semantic.domain.errors import AgentNotFoundError, ContextLengthError, StateQuotaError
+from semantic.domain.errors import (
+    AgentNotFoundError,
+    CompactionError,
+    ContextLengthError,
+    StateQuotaError,
+)
 from semantic.ports.inbound import NewTurn, Reply
 
 _KEPT_SHARE = 0.7
@@ -92,10 +98,18 @@ class Conversation:
 class StatefulChat:
     """`StatefulInferencePort` over the agents' ledger and the inference service."""
 
-    def __init__(self, agents: AgentLedger, lanes: TurnLanes, inference: InferenceService) -> None:
+    def __init__(
+        self,
+        agents: AgentLedger,
+        lanes: TurnLanes,
+        inference: InferenceService,
+        summariser: Summariser | None = None,
+    ) -> None:
+        """Create the service; without a summariser, summaries follow the default policy."""
         self._agents = agents
         self._lanes = lanes
         self._inference = inference
+        self._summariser = summariser or Summariser(inference)
 
     async def generate(self, principal: Principal, agent_id: str, ask: NewTurn) -> Reply:
         agent = await self._agent(principal, agent_id)
@@ -142,22 +156,81 @@ class StatefulChat:
         if not ask.is_ephemeral:
             self._agents.check_quota(agent)
         logged = await asyncio.to_thread(self._agents.conversation, agent)
-        may_drop = agent.profile.overflow is Overflow.DROP_OLDEST
         conversation = Conversation.of(agent, logged)
         leased = replace(conversation.continuation, epoch=epoch)
         conversation = replace(conversation, continuation=leased)
-        if may_drop:
-            conversation = conversation.with_room(ask.stop.max_tokens or 1)
+        conversation = conversation.with_room(self._min_room(agent, ask))
+        weighted = replace(principal, weight=principal.weight * agent.weight)
         while True:
             request = self._request(agent, conversation, ask)
-            weighted = replace(principal, weight=principal.weight * agent.weight)
             try:
                 return await self._inference.begin(request, weighted)
             except (ContextLengthError, StateQuotaError) as refusal:
-                shorter = conversation.shorten(ask.messages, refusal) if may_drop else None
+                shorter = await self._shorten(agent, conversation, ask, refusal, weighted)
                 if shorter is None:
                     raise
                 conversation = shorter
+
+    def _min_room(self, agent: Agent, ask: NewTurn) -> int:
+        match agent.profile.overflow:
+            case Overflow.ERROR:
+                return 1
+            case Overflow.DROP_OLDEST:
+                return ask.stop.max_tokens or 1
+            case Overflow.COMPACT:
+                limit = self._inference.max_context(agent.profile.model or "")
+                return self._summariser.policy.room(limit, ask.stop.max_tokens)
+
+    async def _shorten(
+        self,
+        agent: Agent,
+        conversation: Conversation,
+        ask: NewTurn,
+        refusal: ContextLengthError | StateQuotaError,
+        principal: Principal,
+    ) -> Conversation | None:
+        match agent.profile.overflow:
+            case Overflow.ERROR:
+                return None
+            case Overflow.DROP_OLDEST:
+                return conversation.shorten(ask.messages, refusal)
+            case Overflow.COMPACT:
+                is_new = not conversation.continuation.num_summarised
+                shorter = (
+                    await self._compact(agent, conversation, ask, refusal, principal)
+                    if is_new
+                    else None
+                )
+                has_less = conversation.continuation.min_room > 1
+                return shorter or (conversation.with_room(1) if has_less else None)
+
+    async def _compact(
+        self,
+        agent: Agent,
+        conversation: Conversation,
+        ask: NewTurn,
+        refusal: ContextLengthError | StateQuotaError,
+        principal: Principal,
+    ) -> Conversation | None:
+        """Replace the oldest messages by a summary; None if no cut makes enough room."""
+        policy, history = self._summariser.policy, conversation.history
+        longest = min(policy.max_tokens, conversation.continuation.min_room)
+        policy = replace(policy, max_tokens=longest)
+        end = cut_to_fit(conversation.system, history, ask.messages, refusal, policy)
+        if end is None:
+            return None
+        older = replace(conversation, history=history[:end])
+        request = replace(self._request(agent, older, ask), messages=older.followed_by(()))
+        try:
+            summary = await self._summariser.summarise(request, principal, policy)
+        except CompactionError as error:
+            raise CompactionError(
+                f"the conversation is too long and could not be compacted: {error.message} The "
+                "server's settings compaction_max_tokens and compaction_instructions apply."
+            ) from error
+        kept = (summary.message, *history[end:])
+        changed = replace(conversation.continuation, is_edited=True, num_summarised=end)
+        return Conversation(conversation.system, kept, changed).with_room(1)
 
     def _request(self, agent: Agent, conversation: Conversation, ask: NewTurn) -> ChatRequest:
         profile = agent.profile

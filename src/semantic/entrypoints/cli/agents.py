@@ -1,4 +1,4 @@
-"""`semantic agents`: list, show, fork, rewind, rename, export and delete the agents of a server."""
+"""`semantic agents`: list, show, fork, compact, rewind, rename, export and delete agents."""
 
 import functools
 import tempfile
@@ -37,7 +37,8 @@ from semantic.entrypoints.cli.screen import (
 )
 
 agents_app = typer.Typer(
-    help="List, show, fork, rewind, rename, export and delete agents.", no_args_is_help=True
+    help="List, show, fork, compact, rewind, rename, export and delete agents.",
+    no_args_is_help=True,
 )
 
 
@@ -209,6 +210,38 @@ def fork(
         body["turn_id"] = turn
     made = client.call("POST", f"/v1/agents/{agent}/fork", json=body)["data"]
     return Answer(made, "\n".join(one["id"] for one in made))
+
+
+@agents_app.command()
+@with_server
+def compact(
+    client: ServerClient,
+    agent: AgentId,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="name of the branch (default: random)")
+    ] = None,
+    *,
+    keep_turns: Annotated[
+        int | None, typer.Option(min=0, help="latest turns that stay as they are")
+    ] = None,
+    instructions: Annotated[
+        str | None, typer.Option(help="the message that asks for the summary")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="longest summary")] = None,
+) -> Answer:
+    """Make a branch that continues from a summary; the agent itself does not change."""
+    wanted = {
+        "id": name,
+        "keep_turns": keep_turns,
+        "instructions": instructions,
+        "max_tokens": max_tokens,
+    }
+    body = {field: value for field, value in wanted.items() if value is not None}
+    with Spinner(f"summarising {agent}"):
+        made = client.call("POST", f"/v1/agents/{agent}/compact", json=body)
+    before, after = made["tokens_before"], made["tokens_after"]
+    shown = f"{made['agent']['id']}: {before:,} tokens became {after:,}\n\n{made['summary']}"
+    return Answer(made, shown)
 
 
 @agents_app.command()

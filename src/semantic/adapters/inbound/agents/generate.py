@@ -84,6 +84,7 @@ class ReplyWriter:
             usage=UsageOut.of(finished.usage),
             reuse=ReuseOut.of(turn.reuse if turn else Reuse()),
             dropped_messages=turn.num_dropped if turn else 0,
+            summarised_messages=turn.num_summarised if turn else 0,
             durable=finished.is_durable,
             **explained(finished),
         ).model_dump(mode="json")

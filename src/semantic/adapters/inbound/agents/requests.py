@@ -54,7 +54,7 @@ from semantic.domain.chat import (
 )
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import MAX_REPLY_TOKENS, MAX_STOP_STRINGS, StopRules
-from semantic.ports.inbound import AgentQuery, NewTurn
+from semantic.ports.inbound import AgentQuery, Compaction, NewTurn
 
 MAX_FORKS = 256
 _T = TypeVar("_T", str, dict[str, Any])
@@ -143,7 +143,7 @@ class AgentSettings(_Schema):
     pin: bool = Field(False, description="keep its KV cache on disk regardless of the budget")
     ttl_s: _Seconds | None = Field(None, description="deleted when unused for this long")
     quota: AgentQuota = AgentQuota()
-    overflow: Literal["error", "drop_oldest"] = Field(
+    overflow: Literal["error", "drop_oldest", "compact"] = Field(
         "error", description="what happens when the conversation outgrows the context or its quota"
     )
     labels: dict[_Label, _Label] = Field({}, max_length=MAX_LABELS)
@@ -385,6 +385,36 @@ class Rewind(_Schema):
     model_config = ConfigDict(json_schema_extra={"examples": [{"turn_id": "turn_5f2a"}]})
 
     turn_id: TurnId | None = Field(description="the turn to rewind to; null: before the first turn")
+
+
+class Compact(_Schema):
+    """The body of `POST /v1/agents/{id}/compact`; absent fields follow the server's settings."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{}, {"id": "coder-2", "keep_turns": 1}]}
+    )
+
+    id: AgentId | None = Field(None, description="id of the branch; random if absent")
+    instructions: Annotated[Text, Field(min_length=1)] | None = Field(
+        None, description="the message that asks for the summary"
+    )
+    keep_turns: Annotated[int, Field(ge=0, le=1000)] | None = Field(
+        None, description="latest turns that stay as they are"
+    )
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_REPLY_TOKENS)] | None = Field(
+        None, description="longest summary; one that is cut off changes nothing"
+    )
+    temperature: float | None = Field(None, ge=0, le=100)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+
+    def to_domain(self) -> Compaction:
+        return Compaction(
+            new_id=self.id,
+            instructions=self.instructions,
+            keep_turns=self.keep_turns,
+            max_tokens=self.max_tokens,
+            sampling=sampling_of(self),
+        )
 
 
 class Evict(_Schema):

@@ -17,6 +17,7 @@ from semantic.adapters.inbound.agents.generate import GENERATED, ReplyWriter
 from semantic.adapters.inbound.agents.requests import (
     AgentId,
     AgentPath,
+    Compact,
     CreateAgent,
     Fork,
     Generate,
@@ -29,6 +30,7 @@ from semantic.adapters.inbound.agents.requests import (
 from semantic.adapters.inbound.agents.views import (
     AgentList,
     AgentOut,
+    CompactedOut,
     ExplanationOut,
     ImportedOut,
     Timeline,
@@ -54,6 +56,7 @@ from semantic.adapters.inbound.wire import (
 )
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
+from semantic.application.requests.compaction.successor import AgentCompaction
 from semantic.domain.agents import Principal, Turn
 from semantic.domain.errors import AgentNotFoundError
 from semantic.ports.inbound import AgentPage, StatefulInferencePort
@@ -75,30 +78,31 @@ class AgentApi:
         inference: StatefulInferencePort,
         agents: AgentService,
         transfer: AgentTransfer,
+        compaction: AgentCompaction,
         principal: Callable[[], Principal],
     ) -> None:
         self._inference = inference
         self._agents = agents
         self._transfer = transfer
+        self._compaction = compaction
         self._principal = principal
 
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1/agents", tags=["agents"])
         add, one = router.add_api_route, "/{agent_id}"
+        add_new = functools.partial(add, methods=["POST"], status_code=201)
         made: dict[int | str, dict[str, Any]] = {
             200: {"model": AgentOut, "description": "the agent already exists with these settings"}
         }
         # Added before the paths with an agent's id, which would match `import` too.
-        add(
+        add_new(
             IMPORT_PATH.removeprefix(router.prefix),
             self.import_file,
-            methods=["POST"],
-            status_code=201,
             responses=refusals(400, 409, 413, 429, 503),
             openapi_extra={"requestBody": {"required": True, "content": TAR_CONTENT}},
         )
         create = made | refusals(400, 409, 429, 503)
-        add("", self.create, methods=["POST"], status_code=201, responses=create)
+        add_new("", self.create, responses=create)
         add("", self.page, methods=["GET"], responses=refusals(400))
         add(one, self.get, methods=["GET"], responses=refusals(400, 404))
         add(one, self.patch, methods=["PATCH"], responses=refusals(400, 404, 429, 503))
@@ -110,19 +114,19 @@ class AgentApi:
             response_class=Response,
             responses=refusals(400, 404, 503),
         )
-        add(
-            f"{one}/fork",
-            self.fork,
-            methods=["POST"],
-            status_code=201,
-            responses=refusals(400, 404, 409, 429, 503),
-        )
+        add_new(f"{one}/fork", self.fork, responses=refusals(400, 404, 409, 429, 503))
         add(
             f"{one}/generate",
             self.generate,
             methods=["POST"],
             response_model=None,
             responses={200: GENERATED, **refusals(400, 404, 429, 503, 504)},
+        )
+        add_new(
+            f"{one}/compact",
+            self.compact,
+            response_model=CompactedOut,
+            responses=refusals(400, 404, 409, 429, 503, 504),
         )
         add(
             f"{one}/export",
@@ -235,6 +239,16 @@ class AgentApi:
         if body.stream:
             return EventStream(replies.frames(writer.write), replies)
         return await answer(http, writer.collect(replies), replies)
+
+    async def compact(self, agent_id: AgentPath, body: Compact, http: Request) -> Any:
+        """Create a branch that continues from a summary and its latest turns, already computed.
+
+        The agent itself does not change. Compaction waits for its running turn, and turns that
+        come later wait for the compaction.
+        """
+        compacting = self._compaction.compact(self._principal(), agent_id, body.to_domain())
+        made = await unless_disconnected(compacting, http)
+        return Response(status_code=CLIENT_LEFT) if made is None else CompactedOut.of(made)
 
     def _turn(self, agent_id: str, wanted: str) -> Turn | None:
         try:

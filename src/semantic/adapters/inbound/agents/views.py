@@ -253,6 +253,11 @@ class TurnOut(View):
     reuse: ReuseOut
     miss: MissOut | None
     dropped_messages: int = Field(validation_alias="num_dropped", examples=[0])
+    summarised_messages: int = Field(
+        validation_alias="num_summarised",
+        description="messages that a summary replaced in this turn",
+        examples=[0],
+    )
     starts_anew: bool = Field(examples=[False])
 
 
@@ -296,6 +301,7 @@ class ReplyOut(View):
     usage: UsageOut
     reuse: ReuseOut
     dropped_messages: int = Field(examples=[0])
+    summarised_messages: int = Field(examples=[0])
     durable: bool | None = Field(
         None,
         description="whether the turn is durable on disk; null unless durability is sync",
@@ -304,6 +310,30 @@ class ReplyOut(View):
     cache_explain: CacheExplanation | None = Field(
         None,
         description="what the prompt reused, and why not more; null without `X-Cache-Explain`",
+    )
+
+
+class CompactedOut(View):
+    """A branch that continues an agent from a summary; the agent itself is unchanged."""
+
+    object: Literal["agent.compaction"] = "agent.compaction"
+    agent: AgentOut = Field(validation_alias="view", description="the branch")
+    parent: str = Field(validation_alias="parent_id", examples=["coder"])
+    summary: str = Field(examples=["The user asked for a parser…"])
+    tokens_before: int = Field(validation_alias="num_before", examples=[24_310])
+    tokens_after: int = Field(validation_alias="num_after", examples=[1_954])
+    summarised_messages: int = Field(validation_alias="num_summarised", examples=[38])
+    kept_messages: int = Field(validation_alias="num_kept", examples=[4])
+    usage: UsageOut = Field(
+        validation_alias="summary_usage", description="the request that wrote the summary"
+    )
+    reuse: ReuseOut = Field(
+        validation_alias="summary_reuse", description="where that request's prompt came from"
+    )
+    computed_tokens: int = Field(
+        validation_alias=AliasPath("reuse", "computed"),
+        description="tokens of the branch that were computed, ahead of its next turn",
+        examples=[1_310],
     )
 
 
@@ -367,6 +397,8 @@ def _summary(explanation: Explanation) -> str:
         text += f" {turn.miss.text[0].upper()}{turn.miss.text[1:]}."
     if turn.num_dropped:
         text += f" {turn.num_dropped} of the oldest messages were dropped to make room."
+    if turn.num_summarised:
+        text += f" A summary replaced {turn.num_summarised} of the oldest messages (compaction)."
     state = explanation.state
     start = f"The next turn starts {state.tier.value} and reuses {state.reusable_tokens:,} tokens."
     return " ".join(filter(None, (text, explanation.note, start, state.note)))

@@ -1,4 +1,4 @@
-"""The tools that models get: list, show, ask, send, fork, compare, rewind, explain, pin, delete."""
+"""The tools that models get: list, show, ask, send, fork, compact, compare, rewind and others."""
 
 import asyncio
 import secrets
@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from semantic.adapters.inbound.agents.views import AgentOut, ExplanationOut, Json
 from semantic.application.agents.service import AgentService
 from semantic.application.requests.branches import AgentBranches, BranchReply
-from semantic.domain.agents import Agent, Principal, Turn
+from semantic.domain.agents import Agent, Principal, Turn, check_agent_id
 from semantic.domain.sampling import StopRules
-from semantic.ports.inbound import AgentQuery
+from semantic.ports.inbound import AgentQuery, Compaction
 
 _DEFAULT_REPLY_TOKENS = 1024
 _MAX_TURN_CHARS = 4000
@@ -72,6 +72,23 @@ class ForkAgentTool(_Arguments):
     )
     count: int = Field(1, ge=1, le=16, description="number of forks if `names` is absent")
     turn_id: TurnId = None
+
+
+class CompactAgentTool(_Arguments):
+    """Make a branch of an agent that continues from a summary and its latest turns.
+
+    The agent does not change. The branch is shorter, and is computed before its next turn.
+    """
+
+    agent: AgentName
+    name: str | None = Field(None, description="id of the branch; absent: a random id")
+    instructions: str | None = Field(
+        None, min_length=1, description="the message that asks for the summary"
+    )
+    keep_turns: int | None = Field(
+        None, ge=0, le=1000, description="latest turns that stay as they are"
+    )
+    max_tokens: MaxTokens | None = None
 
 
 class CompareAgentsTool(_Arguments):
@@ -150,6 +167,7 @@ class McpTools:
             McpTool("ask_agent", AskAgentTool, self._ask, is_read_only=True),
             McpTool("send_message", SendMessageTool, self._send, is_read_only=False),
             McpTool("fork_agent", ForkAgentTool, self._fork, is_read_only=False),
+            McpTool("compact_agent", CompactAgentTool, self._compact, is_read_only=False),
             McpTool("compare_agents", CompareAgentsTool, self._compare, is_read_only=True),
             McpTool("rewind_agent", RewindAgentTool, self._rewind, is_read_only=False),
             McpTool("explain_agent", ExplainAgentTool, self._explain, is_read_only=True),
@@ -199,6 +217,20 @@ class McpTools:
             self._branches.fork, principal, ask.agent, names, ask.turn_id
         )
         return {"agents": [view.agent.id for view in made]}
+
+    async def _compact(self, principal: Principal, ask: CompactAgentTool) -> Json:
+        if ask.name is not None:
+            check_agent_id(ask.name, "name")
+        wanted = Compaction(ask.name, ask.instructions, ask.keep_turns, ask.max_tokens)
+        made = await self._branches.compact(principal, ask.agent, wanted)
+        return {
+            "agent": made.view.agent.id,
+            "summary": made.summary,
+            "tokens_before": made.num_before,
+            "tokens_after": made.num_after,
+            "summarised_messages": made.num_summarised,
+            "reused_tokens": made.summary_usage.cache_read_tokens,
+        }
 
     async def _compare(self, principal: Principal, ask: CompareAgentsTool) -> Json:
         found = await asyncio.to_thread(self._branches.compare, principal, ask.first, ask.second)

@@ -6,4 +6,5 @@
 3. `events.py` writes the response as it grows, and its events.
 4. `stored.py` rebuilds responses and items from logged turns, for later requests that refer to
    them, and lists the settings that a response repeats.
+5. `compaction.py` writes the response of `POST /v1/responses/compact`.
 """

@@ -56,7 +56,9 @@ _MISS_REASONS = {
 # -- response bodies: the fields that are always present; a response may have more -------------
 
 
-class _Usage(TypedDict):
+class ResponseUsage(TypedDict):
+    """Tokens of a response."""
+
     input_tokens: Positive
     input_tokens_details: PromptDetails
     output_tokens: Count
@@ -88,7 +90,7 @@ class ResponseBody(TypedDict):
     output: list[_OutputItem]
     error: _Failure | None
     incomplete_details: dict[str, str] | None
-    usage: _Usage | None
+    usage: ResponseUsage | None
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
@@ -300,7 +302,7 @@ class ResponseWriter:
         is_cut = event.reason in _CUT_SHORT
         is_cancelled = event.reason is FinishReason.CANCELLED
         told = explained(event) if self._is_explained else {}
-        ending: Json = {"usage": {**_usage(event.usage), **told}, **durable_json([event])}
+        ending: Json = {"usage": {**usage_json(event.usage), **told}, **durable_json([event])}
         if self._has_diagnostics and event.cache is not None:
             ending["prompt_cache_diagnostics"] = _diagnostics(event.cache)
         if is_cut:
@@ -395,7 +397,8 @@ def _diagnostics(report: CacheReport) -> Json:
     return {"type": "cache_miss", "reason": reason, "cache_missed_tokens": miss.num_tokens}
 
 
-def _usage(usage: Usage) -> _Usage:
+def usage_json(usage: Usage) -> ResponseUsage:
+    """Translate token counts."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {

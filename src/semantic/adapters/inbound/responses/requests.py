@@ -4,12 +4,13 @@ Clients send one reply back as several items. Adjacent items of the assistant ar
 message again; otherwise its tokens would not match those in the KV cache.
 """
 
+import base64
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from semantic.adapters.inbound.http.streaming import Json
 from semantic.adapters.inbound.openai.custom_tools import (
@@ -38,6 +39,7 @@ from semantic.adapters.inbound.wire import (
     renumber,
 )
 from semantic.application.agents.turn_log import turn_id
+from semantic.application.requests.compaction.summary import summary_message
 from semantic.domain.chat import (
     AgentHint,
     CacheComparison,
@@ -62,7 +64,7 @@ from semantic.ports.inbound import PastTurn
 _KNOWN = frozenset(
     {
         "message", "reasoning", "function_call", "function_call_output", "custom_tool_call",
-        "custom_tool_call_output", "item_reference",
+        "custom_tool_call_output", "item_reference", "compaction",
     }
 )  # fmt: skip
 # Records of tools that run elsewhere; the server does not offer these tools, and drops the items.
@@ -76,6 +78,28 @@ _SKIPPED = frozenset(
     }
 )  # fmt: skip
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+
+
+_SUMMARY = "semantic.compaction.v1\n"
+
+
+def encode_summary(text: str) -> str:
+    """Encode a summary for a compaction item.
+
+    It is not encrypted: it holds what the client sent, only shorter.
+    """
+    return base64.urlsafe_b64encode((_SUMMARY + text).encode()).decode()
+
+
+def read_summary(encoded: str) -> str:
+    """Decode the result of `encode_summary`; raises ValueError if it is something else."""
+    try:
+        text = base64.urlsafe_b64decode(encoded.encode()).decode()
+    except ValueError:
+        text = ""
+    if not text.startswith(_SUMMARY):
+        raise ValueError("this server did not write this compaction item; send the conversation")
+    return text.removeprefix(_SUMMARY)
 
 
 class ItemContent(VariantSchema):
@@ -112,6 +136,7 @@ class InputItem(VariantSchema):
         "custom_tool_call": ("call_id", "name"),
         "function_call_output": ("call_id", "output"),
         "custom_tool_call_output": ("call_id", "output"),
+        "compaction": ("encrypted_content",),
     }
 
     type: str = "message"
@@ -141,6 +166,13 @@ class InputItem(VariantSchema):
             raise ValueError(f"items of type {value!r} are not supported")
         return value
 
+    @field_validator("encrypted_content")
+    @classmethod
+    def _require_readable(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("type") == "compaction":
+            read_summary(value)
+        return value
+
     @property
     def is_skipped(self) -> bool:
         return self.type in _SKIPPED
@@ -166,6 +198,8 @@ class InputItem(VariantSchema):
 
     def message(self) -> Message:
         """Translate to a message of its own; not for items of the assistant."""
+        if self.type == "compaction":
+            return summary_message(read_summary(self.encrypted_content or ""))
         if self.type == "message":
             role = Role.USER if self.role == "user" else Role.SYSTEM
             return Message(role, _parts(self.content))

@@ -7,6 +7,7 @@ import asyncio
 import functools
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -24,6 +25,11 @@ from semantic.adapters.inbound.http.streaming import (
     reply_or_stream,
 )
 from semantic.adapters.inbound.openai.fields import Hint
+from semantic.adapters.inbound.responses.compaction import (
+    CompactedBody,
+    compacted,
+    user_messages,
+)
 from semantic.adapters.inbound.responses.events import (
     PREFIX,
     DeletedResponse,
@@ -42,6 +48,7 @@ from semantic.adapters.inbound.responses.stored import (
 from semantic.adapters.inbound.wire import client_params, refuse
 from semantic.application.agents.turn_log import PastTurns
 from semantic.application.models.registry import ModelRegistry
+from semantic.application.requests.compaction.summary import Summariser
 from semantic.domain.agents import Principal
 from semantic.domain.errors import GenerationTimeoutError, SemanticError
 from semantic.domain.events import Failed, ModelProgress, PrefillProgress
@@ -187,18 +194,20 @@ class ResponsesApi:
         models: ModelRegistry,
         turns: PastTurns,
         principal: Callable[[], Principal],
+        summariser: Summariser,
     ) -> None:
         self._inference = inference
         self._models = models
         self._turns = turns
         self._principal = principal
+        self._summariser = summariser
         self._recent_by_tenant: defaultdict[str, RecentResponses] = defaultdict(RecentResponses)
 
     def router(self) -> APIRouter:
         errors = refusals("4XX", 503, 504)
         router = APIRouter(prefix="/v1/responses", tags=["openai"], responses=errors)
         router.add_api_route("/input_tokens", self.count, methods=["POST"])
-        router.add_api_route("/compact", _compact, methods=["POST"], include_in_schema=False)
+        router.add_api_route("/compact", self.compact, methods=["POST"])
         add, one = functools.partial(router.add_api_route, response_model=None), "/{response_id}"
         add(f"{one}/input_items", self.input_items, methods=["GET"], responses=_shown(ItemList))
         add("", self.create, methods=["POST"], responses=reply_or_stream(ResponseBody))
@@ -271,6 +280,25 @@ class ResponsesApi:
             request = body.to_domain(hint, past)
             number = await self._inference.count_tokens(request, self._principal())
         return {"object": "response.input_tokens", "input_tokens": number}
+
+    async def compact(self, body: ResponsesRequest, hint: Hint) -> CompactedBody:
+        """Replace a conversation by its user messages and a summary, to send as input later.
+
+        The summary reuses the KV cache of the conversation. What the next request begins with is
+        computed in the background.
+        """
+        past = await self._context(body)
+        with client_params(body.client_param, past):
+            request = body.to_domain(hint, past)
+            who, limit = self._principal(), request.stop.max_tokens
+            usual = self._summariser.policy
+            policy = replace(usual, sampling=request.sampling, max_tokens=limit or usual.max_tokens)
+            summary = await self._summariser.summarise(request, who, policy)
+        system = [one for one in request.messages if one.is_instruction]
+        kept = user_messages(request.messages)
+        if not hint.is_ephemeral:
+            self._summariser.expect(request, (*system, *kept, summary.message), who)
+        return compacted(kept, summary)
 
     async def input_items(
         self,
@@ -354,13 +382,6 @@ async def _in_background(
         return EventStream(log.read())
     await run.is_begun.wait()
     return JSONResponse(run.response)
-
-
-async def _compact() -> Response:
-    message = "this server does not compact conversations; send the whole input."
-    # Without the header, OpenAI's packages would repeat the request.
-    headers = {"x-should-retry": "false"}
-    return error_response(501, message, "not_implemented", headers=headers)
 
 
 def _missing(response_id: str) -> Response:

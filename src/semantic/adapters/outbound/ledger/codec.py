@@ -92,6 +92,7 @@ class TurnBody:
     is_thinking: bool | None = None
     miss: CacheMiss | None = None
     num_head: int = 0
+    num_summarised: int = 0
 
     @classmethod
     def of(cls, turn: Turn) -> Self:

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from semantic.adapters.inbound.agents.routes import AgentApi
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
+from semantic.application.requests.compaction.successor import AgentCompaction
 from semantic.domain.agents import Principal
 from semantic.domain.errors import AgentNotFoundError
 from semantic.domain.events import Event, Finished, Started, Usage
@@ -38,7 +39,8 @@ async def generate(events: Sequence[Event]) -> Any:
     app = FastAPI()
     inference = DeletedAgent(events)
     agents, transfer = cast("AgentService", inference), cast("AgentTransfer", None)
-    app.include_router(AgentApi(inference, agents, transfer, Principal).router())
+    compaction = cast("AgentCompaction", None)
+    app.include_router(AgentApi(inference, agents, transfer, compaction, Principal).router())
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         return (await http.post("/v1/agents/a/generate", json={"message": "hi"})).json()

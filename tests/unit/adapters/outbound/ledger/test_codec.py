@@ -151,6 +151,7 @@ def test_the_stored_form_of_a_turn_stays_what_it_is() -> None:
         num_messages=2,
         digest="d1",
         num_dropped=1,
+        num_summarised=4,
         divergence=Divergence("t0", 3),
         model="m",
         reason=FinishReason.TOOL_USE,

@@ -34,6 +34,16 @@ export const fork = (id, { ids, turn_id = null, n } = {}) =>
     return names;
   });
 
+export const compact = (id, { name, keepTurns }) =>
+  attempt(async () => {
+    say(`Writing a summary of ${id}…`);
+    const made = await send("POST", at(id, "/compact"), { id: name, keep_turns: keepTurns });
+    refreshAgent(made.agent.id);
+    const undo = () => attempt(() => send("DELETE", at(made.agent.id)));
+    say(`${made.agent.id} continues ${id} with ${made.tokens_after} instead of ${made.tokens_before} tokens.`, { undo });
+    return made.agent.id;
+  });
+
 export const rewind = (id, turnId, { isQuiet = false } = {}) =>
   attempt(async () => {
     const { head: before } = await get(at(id)); // the page's copy may lack the latest turn
@@ -142,6 +152,19 @@ function ForkDialog({ id, turnId, onMade }) {
   <//>`;
 }
 
+function CompactDialog({ id, onMade }) {
+  const done = async ({ name, keep }) => {
+    close();
+    const made = await compact(id, { name, keepTurns: Number(keep) });
+    if (made) onMade?.(made);
+  };
+  return html`<${Dialog} title=${`Compact ${id}`} action="Compact" onDone=${done} onClose=${close}>
+    <p class="note">A new agent continues from a summary that the model writes. ${id} does not change.</p>
+    <${Field} label="Name"><input name="name" required pattern=${NAME} value=${freeName(id)} /><//>
+    <${Field} label="Turns to keep" hint="the latest turns stay as they are"><input name="keep" type="number" min="0" max="1000" value="2" /><//>
+  <//>`;
+}
+
 function NewDialog({ onMade }) {
   const done = async ({ id, system }) => {
     close();
@@ -188,6 +211,7 @@ function RemoveModelDialog({ id, onDone }) {
 }
 
 export const askFork = (id, turnId = null, onMade) => open(html`<${ForkDialog} id=${id} turnId=${turnId} onMade=${onMade} />`);
+export const askCompact = (id, onMade) => open(html`<${CompactDialog} id=${id} onMade=${onMade} />`);
 export const askNew = (onMade) => open(html`<${NewDialog} onMade=${onMade} />`);
 export const askImport = (onMade) => open(html`<${ImportDialog} onMade=${onMade} />`);
 export const askRemove = (id) => open(html`<${RemoveDialog} id=${id} />`);

@@ -115,6 +115,7 @@ function Agent({ id, go }) {
     </header>
     <div class="deeds">
       <${Button} onClick=${() => act.askFork(id, null, (made) => go("agents", made))} title="Fork (f)">Fork<//>
+      <${Button} onClick=${() => act.askCompact(id, (made) => go("agents", made))} title="Continue from a summary">Compact<//>
       <${Button} onClick=${() => act.pin(id, !settings.pin)} title="Pin (p)">${settings.pin ? "Unpin" : "Pin"}<//>
       <${Button} onClick=${() => act.prefetch(id)} title="Read its KV cache into memory (l)">Prefetch<//>
       <${Button} onClick=${() => act.evict(id, "disk")} title="Drop its KV cache from memory (e)">Evict<//>
