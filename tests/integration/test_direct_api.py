@@ -284,6 +284,7 @@ def test_messages_may_be_spelled_out(http: httpx.Client) -> None:
     [
         {},
         {"message": "a", "messages": [{"content": "b"}]},
+        {"message": ""},
         {"messages": []},
         {"messages": [{"role": "tool", "content": "no call"}]},
         {"messages": [{"role": "assistant", "content": "mine"}]},

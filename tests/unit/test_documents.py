@@ -1,6 +1,7 @@
 """Pages and package docstrings name existing files, and packages name all of their modules."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -57,3 +58,13 @@ def test_a_package_names_its_modules_and_no_others(package: Path) -> None:
         *(path for path in package.iterdir() if path.is_dir()),
     )
     assert [name for name in named if not any((place / name).exists() for place in places)] == []
+
+
+def test_pages_name_the_versions_of_clients_that_are_run() -> None:
+    """What `make clients` and its siblings install."""
+    clients = ROOT / "tests" / "clients"
+    packages = json.loads((clients / "package.json").read_text())["dependencies"]
+    pinned = {version for version in packages.values() if version != "*"}
+    pinned |= set(re.findall(r"==(\S+)", (clients / "requirements.txt").read_text()))
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("connect.md", "ollama.md"))
+    assert {version for version in pinned if version not in pages} == set()
