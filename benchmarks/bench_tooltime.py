@@ -43,6 +43,7 @@ CASES = ("new", "again", "part", "short", "wrong", "other")
 MOST = {"new": 1.1, "again": 0.5, "part": 0.9, "short": 1.1, "wrong": 1.15, "other": 1.15}
 CHARS_PER_TOKEN = 3  # of source code, about
 NUM_REPLY = 4
+NUM_MARGIN = 2  # the last token of a call, and that of the prompt
 
 
 def _read_tool(path: str) -> Any:
@@ -66,13 +67,20 @@ class Agent:
 
     http: httpx.Client
     messages: list[Any] = field(default_factory=list)
+    num_prompt: int = 0
+    num_tokens: int = 0
 
     def call(self, path: str) -> str:
-        """Have the model call the tool that reads `path`; returns the call's id."""
+        """Have the model call the tool that reads `path`; returns the call's id.
+
+        Sets `num_prompt` and `num_tokens`, the lengths before and after it.
+        """
         choice = {"type": "function", "function": {"name": f"read_{path}"}}
         body = {**self._body(), "tool_choice": choice, "max_tokens": 200}
         reply = self.http.post("/v1/chat/completions", json=body).raise_for_status().json()
         message = reply["choices"][0]["message"]
+        usage = reply["usage"]
+        self.num_prompt, self.num_tokens = usage["prompt_tokens"], usage["total_tokens"]
         self.messages.append(message)
         call_id: str = message["tool_calls"][0]["id"]
         return call_id
@@ -101,25 +109,31 @@ class Agent:
         return {"model": "any", "messages": self.messages, "tools": TOOLS, "temperature": 0}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bench:
-    """A server, and the sizes of what agents send."""
+    """A server, the sizes of what agents send, and the server's `ahead_tokens`."""
 
     http: httpx.Client
     num_history: int
     num_result: int
     pause_s: float
+    max_ahead: int = 0
 
     def measure(self, case: str, name: str) -> tuple[float, str]:
         """Run one conversation; returns the seconds of its last turn, and its text."""
         file = text_of(f"{name}_file", self.num_result)
         agent = Agent(self.http, [_user(f"{name}. {text_of(name, self.num_history)}")])
         agent.tell(agent.call("first"), file)
+        time.sleep(self.pause_s)  # what is computed ahead after the first call is not counted
+        num_before, num_ahead = agent.num_tokens, self.num_ahead()
         other = Agent(self.http, [_user(f"Another. {text_of(f'{name}_other', self.num_result)}")])
         call_id = agent.call("second" if case == "new" else "first")
-        if case in ("again", "part"):
-            self.await_rest()
-        else:
+        # The result that is predicted and what surrounds it take as many tokens as the first one.
+        num_expected = agent.num_prompt - num_before - NUM_MARGIN
+        time.sleep(self.pause_s)
+        while case in ("again", "part") and self.max_ahead:
+            if self.num_ahead() - num_ahead >= min(num_expected, self.max_ahead):
+                break
             time.sleep(self.pause_s)
         if case == "other":
             return other.answer()
@@ -135,14 +149,8 @@ class Bench:
         found = re.search(rf"^semantic_tokens_ahead{kind}_total (\S+)", shown, re.MULTILINE)
         return int(float(found[1])) if found else 0
 
-    def await_rest(self) -> None:
-        """Wait until the server computes nothing ahead any more."""
-        before = -1
-        while before != (now := self.num_ahead()):
-            before = now
-            time.sleep(max(1.0, self.pause_s))
-
     def compute_ahead(self, num_tokens: int) -> None:
+        self.max_ahead = num_tokens
         body = {"ahead_tokens": num_tokens}
         self.http.patch("/admin/runtime", json=body).raise_for_status()
 

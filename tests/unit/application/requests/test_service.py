@@ -14,6 +14,7 @@ from semantic.adapters.outbound.grammar.compiler import LLGuidanceGrammar
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.model import LoadedModel
+from semantic.application.engine.request import AheadJob
 from semantic.application.prompt.renderer import render
 from semantic.application.prompt.replay import ReplayKey, ReplayStore
 from semantic.application.requests.identity import BusyAgents, Identities
@@ -34,6 +35,8 @@ from semantic.domain.chat import (
     RegexFormat,
     Role,
     Thinking,
+    ToolChoice,
+    ToolMode,
     ToolSpec,
     ToolUsePart,
 )
@@ -52,6 +55,7 @@ from semantic.domain.reply_format import HARMONY, Markers, ReplyFormat, ReplySha
 from semantic.domain.sampling import (
     DEFAULT_REPLY_TOKENS,
     UNSET_SAMPLING,
+    FinishReason,
     SamplingDefaults,
     SamplingParams,
     StopRules,
@@ -498,3 +502,32 @@ async def test_after_a_restart_drafts_start_from_the_tenants_agents(
     assert past.of(ME.tenant, model.root(ME), model) == ()
     loaded_again = replace(model, backend=FakeBackend())
     assert past.of(ME.tenant, loaded_again.root(ME), loaded_again) == (tuple(said),)
+
+
+# -- work while tools run -----------------------------------------------------------------------
+
+READ = ToolSpec("read", "", {"type": "object", "properties": {"path": {"enum": ["a.txt"]}}})
+
+
+@pytest.mark.parametrize("limit, is_computed", [(None, True), (100_000, True), (10, False)])
+@pytest.mark.parametrize("ahead_tokens", [100, 0])
+async def test_what_follows_a_call_is_computed_within_the_limits(
+    device: tuple[DeviceThread, ReplyHub],
+    service: InferenceService,
+    limit: int | None,
+    is_computed: bool,
+    ahead_tokens: int,
+) -> None:
+    jobs: list[AheadJob] = []
+    device[0].compute_ahead = jobs.append  # type: ignore[method-assign]
+    device[0].reconfigure(EngineLimits(ahead_tokens=ahead_tokens, batch_window_ms=0))
+    if limit is not None:
+        limits = RateLimits(lambda: KeyRing(rate=Rate(tokens=limit)))
+        service.limits = lambda: limits
+    choice = ToolChoice(ToolMode.NAMED, "read")
+    request = replace(REQUEST, tools=(READ,), tool_choice=choice, stop=StopRules(max_tokens=200))
+    events = await ask(service, request)
+    assert finished(events).reason is FinishReason.TOOL_USE
+    rendering = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*filter(None, rendering))
+    assert len(jobs) == (is_computed and ahead_tokens > 0)
