@@ -519,7 +519,7 @@ async def test_what_follows_a_call_is_computed_within_the_limits(
     ahead_tokens: int,
 ) -> None:
     jobs: list[AheadJob] = []
-    device[0].compute_ahead = jobs.append  # type: ignore[method-assign]
+    device[0].compute_ahead = jobs.append  # type: ignore[assignment, method-assign]
     device[0].reconfigure(EngineLimits(ahead_tokens=ahead_tokens, batch_window_ms=0))
     if limit is not None:
         limits = RateLimits(lambda: KeyRing(rate=Rate(tokens=limit)))
