@@ -41,12 +41,20 @@ SUITE = {
     "ahead": False,
     "tooltime": False,
     "compaction": False,
+    "packs": False,
     "grammar": False,
     "tenant_timing": True,
 }
 # What these say is of one part: among all others, a rough answer will do.
 ROUGH = ("torch", "quantised", "peer", "keeping", "grammar")
-BY_NAME = ("answers", "streams", "ahead", "tooltime", "compaction")  # minutes each, of one part
+BY_NAME = (
+    "answers",
+    "streams",
+    "ahead",
+    "tooltime",
+    "compaction",
+    "packs",
+)  # minutes each, of one part
 OUTPUT = ROOT / "build" / "bench"
 
 
