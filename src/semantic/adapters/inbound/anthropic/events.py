@@ -53,8 +53,11 @@ _STOP_REASONS = {
 }
 
 
-# The types without a count of tokens; the others have the vendor's own names.
 _MISS_TYPES = {
+    MissReason.MODEL_CHANGED: "model_changed",
+    MissReason.TOOLS_CHANGED: "tools_changed",
+    MissReason.SYSTEM_CHANGED: "system_changed",
+    MissReason.MESSAGES_CHANGED: "messages_changed",
     MissReason.PARAMETERS_CHANGED: "unavailable",
     MissReason.UNAVAILABLE: "unavailable",
     MissReason.NOT_FOUND: "previous_message_not_found",
@@ -331,15 +334,12 @@ def _parsed(block: dict[str, str]) -> Json | None:
 
 def _diagnostics(change: CacheMiss | None) -> _Diagnostics | None:
     """Translate how a request differs; None if it does not, as far as the vendor compares."""
-    if change is None or change.reason is MissReason.RENDERED_DIFFERENTLY:
+    kind = _MISS_TYPES.get(change.reason) if change else None
+    if change is None or kind is None:
         return None
-    kind = _MISS_TYPES.get(change.reason)
-    if kind is not None:
-        return {"cache_miss_reason": {"type": kind}}
-    reason: _CacheMissReason = {
-        "type": change.reason.value,
-        "cache_missed_input_tokens": change.num_tokens,
-    }
+    reason: _CacheMissReason = {"type": kind}
+    if kind.endswith("_changed"):
+        reason["cache_missed_input_tokens"] = change.num_tokens
     return {"cache_miss_reason": reason}
 
 

@@ -4,6 +4,14 @@ import json
 from typing import Any
 
 import pytest
+from anthropic.types import (
+    CacheMissMessagesChanged,
+    CacheMissModelChanged,
+    CacheMissPreviousMessageNotFound,
+    CacheMissSystemChanged,
+    CacheMissToolsChanged,
+    CacheMissUnavailable,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,9 +19,11 @@ from semantic.adapters.inbound.anthropic.events import MessageStream, whole_mess
 from semantic.adapters.inbound.http import streaming
 from semantic.domain.errors import BackendError, OverloadedError
 from semantic.domain.events import (
+    CacheMiss,
     Event,
     Failed,
     Finished,
+    MissReason,
     PrefillProgress,
     Started,
     TextDelta,
@@ -164,3 +174,31 @@ def check_blocks(made: list[dict[str, Any]], *, is_whole: bool) -> None:
                 open_type = ""
     assert not (is_whole and open_type)
     json.dumps(made)
+
+
+COUNTED: dict[MissReason, Any] = {
+    MissReason.MODEL_CHANGED: CacheMissModelChanged,
+    MissReason.TOOLS_CHANGED: CacheMissToolsChanged,
+    MissReason.SYSTEM_CHANGED: CacheMissSystemChanged,
+    MissReason.MESSAGES_CHANGED: CacheMissMessagesChanged,
+}
+UNCOUNTED: dict[MissReason, Any] = {
+    MissReason.PARAMETERS_CHANGED: CacheMissUnavailable,
+    MissReason.UNAVAILABLE: CacheMissUnavailable,
+    MissReason.NOT_FOUND: CacheMissPreviousMessageNotFound,
+}
+
+
+@pytest.mark.parametrize("reason", MissReason)
+def test_diagnostics_have_only_the_reasons_that_the_vendor_knows(reason: MissReason) -> None:
+    started = Started("1", "m", Usage(3), change=CacheMiss(reason, 7, "why"))
+    start, *_ = run([started, TextDelta("Hi")], has_diagnostics=True)
+    told = start["message"]["diagnostics"]
+    if reason in COUNTED:
+        found = COUNTED[reason].model_validate(told["cache_miss_reason"])
+        assert found.cache_missed_input_tokens == 7
+    elif reason in UNCOUNTED:
+        assert told["cache_miss_reason"].keys() == {"type"}
+        UNCOUNTED[reason].model_validate(told["cache_miss_reason"])
+    else:  # the requests agree
+        assert told is None
