@@ -34,6 +34,7 @@ MODULES = {
     "EXP-010": "exp_wire",
     "EXP-011": "exp_swap",
     "EXP-012": "exp_swap",
+    "EXP-013": "exp_retention",
     "EXP-latency": "exp_decode",
 }
 PAGE = ROOT / "docs" / "experiments.md"

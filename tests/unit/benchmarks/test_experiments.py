@@ -57,9 +57,9 @@ def test_bounds_and_errors_become_lines() -> None:
     assert "- Differs from the plan: all" in page
 
 
-def test_all_fourteen_are_there_with_what_they_ask() -> None:
-    assert len(runner.MODULES) == 14
-    for name in ("EXP-002", "EXP-003", "EXP-007a", "EXP-009"):
+def test_all_fifteen_are_there_with_what_they_ask() -> None:
+    assert len(runner.MODULES) == 15
+    for name in ("EXP-002", "EXP-003", "EXP-007a", "EXP-009", "EXP-013"):
         found = runner.find(name)
         assert all((found.question, found.method, found.criterion))
 

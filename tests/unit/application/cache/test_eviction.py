@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from semantic.application.cache.eviction import disk_victims
 from semantic.application.cache.index import BlockIndex, BlockNode
@@ -69,3 +71,27 @@ def test_every_block_is_looked_at_twice_at_most_however_long_the_chains() -> Non
         add_chain(index, first, 100)
     assert len(disk_victims(index, 500 * NBYTES, spared=())) == 500
     assert index.num_asked <= 1000
+
+
+@given(data=st.data())
+def test_whatever_the_tree_pins_stay_and_what_stays_has_its_prefix(data: st.DataObject) -> None:
+    index, nodes = BlockIndex(), list[BlockNode]()
+    for count in range(data.draw(st.integers(1, 12))):
+        before = data.draw(st.sampled_from([None, *nodes]))
+        parent, start = (before.name, before.end) if before else (ROOT, 0)
+        node = index.add(ROOT, parent, start, pack_tokens([count] * 4))
+        index.put_file(node, replace(node.part(LayerKind.FULL), nbytes=NBYTES))
+        nodes.append(node)
+    for at, node in enumerate(data.draw(st.lists(st.sampled_from(nodes)))):
+        index.touch(index.chain(node.name), float(at))
+    index.pin(node.name for node in data.draw(st.sets(st.sampled_from(nodes))))
+    spared = {node.name for node in data.draw(st.sets(st.sampled_from(nodes)))}
+    wanted = NBYTES * data.draw(st.integers(0, len(nodes) + 1))
+
+    victims = disk_victims(index, wanted, spared=spared)
+    kept = {node.name for node in nodes} - {node.name for node in victims}
+    assert all(node.name in kept for node in nodes if node.num_pins or node.name in spared)
+    assert all(node.parent in kept for node in nodes if node.name in kept and node.start)
+    needed = {link.name for node in nodes if node.num_pins for link in index.chain(node.name)}
+    needed |= {link.name for name in spared for link in index.chain(name)}
+    assert NBYTES * len(victims) == min(wanted, NBYTES * (len(nodes) - len(needed)))
