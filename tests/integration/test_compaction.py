@@ -1,5 +1,6 @@
 """Compaction over HTTP: a summary on the warm cache, and a branch that is computed beforehand."""
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,8 @@ import openai
 import pytest
 
 from semantic.adapters.inbound.responses.requests import encode_summary
+from semantic.application.requests.compaction.clients import CLIENTS, ClientCompaction
+from semantic.domain.chat import ChatRequest, Message, Role, ToolUsePart
 from tests.http_server import RunningServer, give_keys, make_settings, run_server
 from tests.unit.application.device_rig import hold
 from tests.waiting import await_that
@@ -212,7 +215,7 @@ def test_a_response_is_compacted_and_continued(
     ]
     assert (item.type, item.id[:4]) == ("compaction", "cmp_")  # type: ignore[index]
     assert made.usage.input_tokens_details.cached_tokens > 300
-    await_that(lambda: not running.server.device.num_live)
+    await_that(lambda: not running.server.inference.num_background)
     kept: Any = made.to_dict(warnings=False)["output"]
     told: Any = [*kept, {"role": "user", "content": "Go on."}]
     after = client.responses.create(input=told, max_output_tokens=16, temperature=0, **given)
@@ -230,3 +233,103 @@ def test_a_foreign_compaction_item_is_refused(client: openai.OpenAI, content: st
     with pytest.raises(openai.BadRequestError, match="did not write") as caught:
         client.responses.create(model="fake", input=[item])
     assert caught.value.param == "input[0].encrypted_content"
+
+
+# -- clients that compact by themselves, as they were recorded ------------------------------------
+
+READ = {"name": "Read", "description": "Reads a file. " * 20, "input_schema": {"type": "object"}}
+END = [" "]  # ends the replies of the fake model
+
+
+def cached(usage: dict[str, Any]) -> tuple[int, int]:
+    """Reused and computed tokens of a prompt."""
+    if "input_tokens_details" in usage:
+        reused = usage["input_tokens_details"]["cached_tokens"]
+        return reused, usage["input_tokens"] - reused
+    computed = usage["input_tokens"] + usage["cache_creation_input_tokens"]
+    return usage["cache_read_input_tokens"], computed
+
+
+def test_claude_code_compacts_on_its_cache_and_continues_from_a_computed_prompt(
+    running: RunningServer,
+) -> None:
+    system = [{"type": "text", "text": "You are an agent. " * 30}]
+    head: dict[str, Any] = {
+        "max_tokens": 3000,
+        "stop_sequences": END,
+        "system": system,
+        "tools": [READ],
+    }
+    head |= {"metadata": {"user_id": json.dumps({"session_id": "claude-1"})}}
+
+    def send(messages: list[Any]) -> tuple[str, tuple[int, int]]:
+        answer = http.post("/v1/messages", json=head | {"messages": messages})
+        body = answer.raise_for_status().json()
+        return "".join(part["text"] for part in body["content"]), cached(body["usage"])
+
+    with running.client() as http:
+        talk: list[Any] = [{"role": "user", "content": "What is the capital of France? " * 20}]
+        text, _ = send(talk)
+        marker = "Your task is to create a detailed summary of the conversation so far"
+        order = f"CRITICAL: Respond with TEXT ONLY.\n\n{marker}, paying close attention."
+        talk += [{"role": "assistant", "content": text or "x"}, {"role": "user", "content": order}]
+        summary, (reused, computed) = send(talk)
+        assert computed < 300
+        assert reused > 1000
+        await_that(lambda: not running.server.inference.num_background)
+        opening = CLIENTS[0].opening.format(tools="")
+        written = f"{opening}{summary.strip()}\n\nIf you need specific details, read /tmp/x."
+        _, (reused, computed) = send([{"role": "user", "content": written}])
+        assert reused > len(opening) + 500
+        assert computed < 100  # the rest of the message
+
+
+def test_codex_continues_from_a_computed_prompt_with_its_tools(running: RunningServer) -> None:
+    tool = {"type": "function", "name": "shell", "description": "Runs. " * 40, "parameters": {}}
+    head: dict[str, Any] = {
+        "instructions": "You are a coding agent. " * 30,
+        "prompt_cache_key": "codex-1",
+    }
+    head |= {"stop": END, "max_output_tokens": 3000, "store": False}
+
+    def said(text: str, role: str = "user") -> dict[str, Any]:
+        return {"type": "message", "role": role, "content": text}
+
+    def send(items: list[Any], tools: list[Any]) -> tuple[str, tuple[int, int]]:
+        answer = http.post("/v1/responses", json=head | {"input": items, "tools": tools})
+        body = answer.raise_for_status().json()
+        texts = [part["text"] for item in body["output"] for part in item["content"]]
+        return "".join(texts), cached(body["usage"])
+
+    context = [said("<permissions>all</permissions>", "developer"), said("<environment_context>")]
+    first, second = said("What is the capital of France?"), said("And of Italy?")
+    with running.client() as http:
+        text, _ = send([*context, first], [tool])
+        order = said(f"{CLIENTS[1].marker} Create a handoff summary for another LLM.")
+        summary, _ = send([*context, first, said(text or "x", "assistant"), order], [])
+        await_that(lambda: not running.server.inference.num_background)
+        told = said(CLIENTS[1].opening + summary)
+        _, (reused, computed) = send([*context, first, told, second], [tool])
+        assert computed < 60  # the user's new message
+        assert reused > 1000
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=["claude", "codex"])
+def test_what_a_client_sends_next_follows_its_recording(client: ClientCompaction) -> None:
+    def user(text: str) -> Message:
+        return Message.of(Role.USER, text)
+
+    used = [Message(Role.ASSISTANT, (ToolUsePart(n, n, {}),)) for n in ("Read", "Bash", "Read")]
+    system, context = Message.of(Role.SYSTEM, "s"), user("<environment_context>")
+    asked = (system, user("one"), context, user("two"), *used, user(client.marker))
+    reply = Message.of(Role.ASSISTANT, "<analysis>no</analysis>\n\n<summary>\nyes\n</summary>")
+    expected = client.expected(ChatRequest("", asked), reply)
+    told = [[message.text for message in one.messages] for one in expected]
+    if client.keeps_users:
+        kept = ["s", "one", "<environment_context>", "two", client.opening + reply.text]
+        assert all(texts[:-1] == kept for texts in told)
+    else:
+        begun = client.opening.format(tools="Bash, Read") + "Summary:\nyes\n"
+        assert all(texts[0] == "s" and texts[1].startswith(begun) for texts in told)
+    assert len({texts[-1] for texts in told}) == len(told)
+    assert client.expected(ChatRequest("", asked), Message.of(Role.ASSISTANT, "")) == []

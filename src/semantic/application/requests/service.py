@@ -26,6 +26,7 @@ from semantic.application.prompt.replay import (
     prompt_digest,
 )
 from semantic.application.requests.ahead import PrefillAhead
+from semantic.application.requests.compaction.clients import ClientCompactions
 from semantic.application.requests.compaction.prefill import Prefill, PromptPrefiller
 from semantic.application.requests.explain import CacheExplainer, PromptComparison
 from semantic.application.requests.identity import BusyAgents, Claim, Identities
@@ -63,6 +64,7 @@ from semantic.ports.telemetry import NoTelemetry
 
 _log = logging.getLogger(__name__)
 _MAX_BACKGROUND = 4  # expected prompts that are computed at once
+_WHOLE = (FinishReason.END_TURN, FinishReason.STOP_SEQUENCE)
 _PREPARE_S = 60  # the longest time to prepare a request before it is queued
 
 
@@ -115,6 +117,7 @@ class InferenceService:
         self._watch = watch or TurnWatch(EventFeed(), NoTelemetry())
         self._busy = BusyAgents(agents.leases)
         self._background: set[asyncio.Task[None]] = set()
+        self._compactions = ClientCompactions(self.expect)
         self.limits: Callable[[], RateLimits | None] = lambda: None
         self.learn: Callable[[BlockName, Sequence[int]], None] | None = None
 
@@ -269,6 +272,11 @@ class InferenceService:
             self._background.add(task)
             task.add_done_callback(self._background.discard)
 
+    @property
+    def num_background(self) -> int:
+        """Expected prompts that are being computed."""
+        return len(self._background)
+
     async def _compute_ahead(self, expected: Sequence[ChatRequest], principal: Principal) -> None:
         try:
             await (await self.prefill(expected, principal)).result()
@@ -348,6 +356,8 @@ class InferenceService:
             return is_unsafe
         if any(isinstance(part, ToolUsePart) for part in finished.message.parts):
             self._expect_results(prepared, finished.message)
+        if prepared.request.agent.client_key and finished.event.reason in _WHOLE:
+            self._compactions.note(prepared.request, finished.message, prepared.principal)
         if self._is_durable is None:
             return None
         # The reply succeeds even if the log cannot be written; the disk reports the error.

@@ -5,4 +5,5 @@
 2. `prefill.py` computes a prompt without a reply or a turn.
 3. `successor.py` turns an agent into a branch that continues from its summary, and computes that
    branch before its next turn.
+4. `clients.py` recognises clients that compact by themselves, and has what they send next computed.
 """
