@@ -42,11 +42,12 @@ SUITE = {
     "tooltime": False,
     "compaction": False,
     "packs": False,
+    "repairs": False,
     "grammar": False,
     "tenant_timing": True,
 }
 # What these say is of one part: among all others, a rough answer will do.
-ROUGH = ("torch", "quantised", "peer", "keeping", "grammar")
+ROUGH = ("torch", "quantised", "peer", "keeping", "repairs", "grammar")
 BY_NAME = (
     "answers",
     "streams",

@@ -46,11 +46,13 @@ class Client:
 
     Attributes:
         url: Base URL, including `/v1`.
+        headers: Of each request, such as the name of the client.
     """
 
     url: str
     model: str = "any"
     more: dict[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
+    headers: dict[str, str] = field(default_factory=dict)
 
     async def ask(self, messages: Messages, num_tokens: int) -> Reply:
         """Send a chat and read its stream.
@@ -72,7 +74,8 @@ class Client:
         usage: dict[str, Any] = {}
         async with httpx.AsyncClient(timeout=None, verify=_TLS) as http:  # noqa: S113 - who measures waits
             started = time.perf_counter()
-            async with http.stream("POST", f"{self.url}/chat/completions", json=body) as response:
+            url, headers = f"{self.url}/chat/completions", self.headers
+            async with http.stream("POST", url, json=body, headers=headers) as response:
                 async for event in _events(response):
                     usage = event.get("usage") or usage
                     if piece := _text(event):

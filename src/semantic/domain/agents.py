@@ -200,6 +200,7 @@ class Turn:
         num_head: Leading tokens of the conversation that tools and system messages take, as the
             template writes them; 0 if there are none or that was not logged.
         num_summarised: Messages that a summary replaced in this turn.
+        repairs: Names of the rules that changed the request before it was computed.
     """
 
     id: str
@@ -224,6 +225,7 @@ class Turn:
     miss: CacheMiss | None = None
     num_head: int = 0
     num_summarised: int = 0
+    repairs: tuple[str, ...] = ()
 
     @property
     def holds_all_messages(self) -> bool:

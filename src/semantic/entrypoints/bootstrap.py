@@ -7,9 +7,12 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
+
 from semantic import __version__
 from semantic.adapters.config.keys import MARKER_FILE, load_key_ring
 from semantic.adapters.config.logging import set_log_level
+from semantic.adapters.config.repairs import load_repairs
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.extras import missing_extra
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys, own_key
@@ -24,6 +27,7 @@ from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.running_turns import TurnLanes, TurnWatch
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
+from semantic.application.agents.volatile import VolatilePrompts
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.request import EventSink
 from semantic.application.models.gate import ModelGate
@@ -38,6 +42,7 @@ from semantic.application.requests.compaction.summary import (
     Summariser,
 )
 from semantic.application.requests.reply import ReplyHub
+from semantic.application.requests.rewriting.repairs import PromptRepairs
 from semantic.application.requests.service import InferenceService
 from semantic.application.requests.stateful import StatefulChat
 from semantic.domain.access import KeyRing
@@ -45,11 +50,18 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.loading import BackendName, ModelLoader, choose_backend
 from semantic.entrypoints.persistence import AgentMemory
 from semantic.ports.telemetry import TelemetryPort
+from semantic.ports.text import TokenizerPort
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The wired application, without HTTP."""
+    """The wired application, without HTTP.
+
+    Attributes:
+        repairs: Names of the rules that repair prompts; empty if none is switched on.
+    """
 
     settings: Settings
     access: Access
@@ -68,6 +80,8 @@ class Server:
     cache: CacheService
     transfer: AgentTransfer
     packs: PackService
+    volatile: VolatilePrompts
+    repairs: tuple[str, ...]
     feed: EventFeed
     metrics: Metrics
     history: MetricsHistory
@@ -148,6 +162,8 @@ def bootstrap(settings: Settings) -> Server:
             memory.agents, memory.served.get, device, memory.disk, archive, feed
         ),
         packs=_make_packs(settings, memory, device),
+        volatile=_make_volatile(settings, memory, device),
+        repairs=_repair_prompts(settings, memory, inference),
         feed=feed,
         metrics=metrics,
         history=MetricsHistory(functools.partial(metrics.plotted, watch)),
@@ -186,6 +202,34 @@ def _make_inference(
     )
     inference.learn = memory.learn
     return inference
+
+
+def _repair_prompts(
+    settings: Settings, memory: AgentMemory, inference: InferenceService
+) -> tuple[str, ...]:
+    """Switch on the rules of the settings; returns their names."""
+    rules = load_repairs(settings.repairs) if settings.repairs is not None else ()
+    names = tuple(rule.name for rule in rules if rule.is_enabled)
+    if names:
+        inference.repair_prompts(PromptRepairs(rules, memory.replays))
+        _log.info("rules change prompts before they are computed", rules=names)
+    return names
+
+
+def _make_volatile(
+    settings: Settings, memory: AgentMemory, device: DeviceThread
+) -> VolatilePrompts:
+    return VolatilePrompts(
+        memory.agents,
+        functools.partial(_find_tokenizer, device),
+        functools.cache(functools.partial(load_repairs, settings.repairs)),
+    )
+
+
+def _find_tokenizer(device: DeviceThread, model_id: str) -> TokenizerPort | None:
+    """Return the tokenizer of a model; None unless the model is loaded."""
+    loaded = device.model
+    return loaded.tokenizer if loaded is not None and model_id in ("", loaded.id) else None
 
 
 def _make_device(
@@ -284,6 +328,7 @@ def _is_own_home(home: Path) -> bool:
         "native",
         "pack.key",
         "pack_keys",
+        "repairs.toml",
         "replicas",
     }
 

@@ -27,6 +27,7 @@ from semantic.adapters.inbound.admin.routes import AdminApi, wait_until_drained
 from semantic.adapters.inbound.agents.cache import CacheApi
 from semantic.adapters.inbound.agents.packs import PACKS_PATH, PackApi
 from semantic.adapters.inbound.agents.routes import IMPORT_PATH, AgentApi
+from semantic.adapters.inbound.agents.volatile import volatile_router
 from semantic.adapters.inbound.anthropic.routes import anthropic_router
 from semantic.adapters.inbound.http.connections import (
     ConnectionLimits,
@@ -46,6 +47,7 @@ from semantic.adapters.inbound.http.middleware import (
     OriginCheck,
     ShortPaths,
 )
+from semantic.adapters.inbound.http.repairs import REPAIRED_HEADER, RepairNotice
 from semantic.adapters.inbound.ollama.origins import AppCors, from_app
 from semantic.adapters.inbound.ollama.routes import OllamaApi
 from semantic.adapters.inbound.openai.routes import openai_router
@@ -74,6 +76,7 @@ _EXPOSED_HEADERS = (
     "x-request-id",
     "retry-after",
     "x-should-retry",
+    REPAIRED_HEADER,
     *(name for kind in LIMIT_KINDS for name in allowance_headers(Allowance(kind, 0, 0, 0.0))),
 )
 _MAX_HEADER_BYTES = 2**16  # all headers of a request together
@@ -127,6 +130,7 @@ def create_app(server: Server) -> FastAPI:
     agents = AgentApi(server.chat, server.agents, server.transfer, server.compaction, principal)
     app.include_router(agents.router())
     app.include_router(PackApi(server.packs, server.transfer.admit_import, principal).router())
+    app.include_router(volatile_router(server.volatile, principal))
     app.router.routes.append(mcp.route)
     _add_middleware(app, server)
     return app
@@ -166,6 +170,8 @@ def _add_middleware(app: FastAPI, server: Server) -> None:
         larger=dict.fromkeys((IMPORT_PATH, PACKS_PATH), settings.runtime.disk_bytes),
     )
     app.add_middleware(Guard, access=server.access)
+    if server.repairs:
+        app.add_middleware(RepairNotice)
     app.add_middleware(OriginCheck, origins=origins, permits=is_from_app)
     # A remote address may have any host name, and it requires a key, which a DNS rebinding page
     # does not have.

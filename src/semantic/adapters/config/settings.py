@@ -224,6 +224,9 @@ class Settings(_RuntimeFields):
         description="command that prints those digits, such as a keyring's; run without a shell",
     )
 
+    repairs: Path | None = Field(
+        None, description="TOML file of rules that repair volatile prompts; see docs/volatile.md"
+    )
     request_timeout_s: float = Field(600, gt=0, description="maximum duration of a request")
     hang_timeout_s: float = Field(
         120, gt=0, description="a device call that takes this long counts as hung"

@@ -11,5 +11,6 @@
 4. `cache_admin.py`: the location of the agents' KV cache, and operations on it.
 5. `transfer.py`: export and import of an agent with its turns and blocks as a file.
 6. `upkeep.py`: background work: garbage collection, pins, verification, warm-up, backups.
-7. `feed.py`: events about agents, for subscribers.
+7. `volatile.py`: what changes in an agent's prompts each turn, what it costs, and the remedy.
+8. `feed.py`: events about agents, for subscribers.
 """

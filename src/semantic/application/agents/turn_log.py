@@ -77,6 +77,7 @@ class FinishedTurn:
         facts: What the engine found in the cache; None if unknown.
         previous: The turn that the conversation seems to continue, if its agent is new.
         num_head: See `Turn`.
+        repairs: Rules that changed the request.
     """
 
     prompt: Sequence[int]
@@ -97,6 +98,7 @@ class FinishedTurn:
     facts: CacheFacts | None = None
     previous: str | None = None
     num_head: int = 0
+    repairs: tuple[str, ...] = ()
 
 
 class TurnLog:
@@ -286,6 +288,7 @@ class TurnLog:
             tools=tool_digests(finished.tools) if is_whole else (),
             is_thinking=finished.is_thinking,
             num_head=finished.num_head,
+            repairs=finished.repairs,
         )
         before = parent if divergence is None else self.turn(agent.tenant, divergence.turn_id)
         miss = self._miss(agent.tenant, before, finished, divergence) if before else None

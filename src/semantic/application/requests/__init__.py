@@ -18,9 +18,10 @@ computed while the tools run.
 
 `compaction/` replaces the oldest part of a conversation by a summary.
 
+If rules that repair volatile prompts are on, `rewriting/` changes the conversation before step 3.
 `stateful.py` precedes these steps if the server stores the conversation: it queues the turns of an
 agent, and drops the oldest messages when they no longer fit. `explain.py` compares a prompt with an
 earlier turn before the job is submitted, if the request asks for that. `branches.py` sends
 requests on behalf of models, which may ask, fork and compare agents within limits. Embedding
-requests also pass through `service.py`.
+requests also pass through `service.py`, with their texts in `embeddings/`.
 """

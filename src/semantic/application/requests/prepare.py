@@ -9,7 +9,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any, ParamSpec, TypeVar
 
@@ -35,6 +35,7 @@ from semantic.domain.errors import (
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
 from semantic.domain.sampling import DEFAULT_REPLY_TOKENS, SamplingParams, StopRules
 from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.domain.volatile.rules import AppliedRepairs
 from semantic.ports.backend import ModelBackendPort
 from semantic.ports.text import TokenConstraint
 
@@ -53,6 +54,7 @@ class PreparedRequest:
 
     Attributes:
         day: The date shown in the prompt; None if it shows none.
+        repairs: What rules changed before it was rendered.
     """
 
     request: ChatRequest
@@ -64,6 +66,7 @@ class PreparedRequest:
     prompt: Prompt
     thinking: ThinkingCounter | None = None
     day: date | None = None
+    repairs: AppliedRepairs = field(default_factory=AppliedRepairs)
 
 
 class Preparation:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,6 +27,7 @@ from semantic.application.prompt.replay import (
 from semantic.application.requests.ahead import PrefillAhead
 from semantic.application.requests.compaction.clients import ClientCompactions
 from semantic.application.requests.compaction.prefill import Prefill, PromptPrefiller
+from semantic.application.requests.embeddings.texts import mean_vector, text_tokens
 from semantic.application.requests.explain import CacheExplainer, PromptComparison
 from semantic.application.requests.identity import BusyAgents, Claim, Identities
 from semantic.application.requests.limits import Admission, RateLimits
@@ -38,6 +38,7 @@ from semantic.application.requests.reply import (
     ReplyHub,
     UnloggedReplyError,
 )
+from semantic.application.requests.rewriting.repairs import PromptRepairs, RepairingPreparation
 from semantic.application.requests.truncation import without_oldest
 from semantic.domain.agents import Agent, Pointer, Principal, Reuse, Turn
 from semantic.domain.blocks import BlockName
@@ -46,7 +47,6 @@ from semantic.domain.chat import (
     Message,
     ServiceClass,
     ToolUsePart,
-    require_whole_characters,
 )
 from semantic.domain.errors import (
     AgentNotFoundError,
@@ -54,11 +54,11 @@ from semantic.domain.errors import (
     ConflictError,
     ContextLengthError,
     GenerationTimeoutError,
-    InvalidRequestError,
     SemanticError,
 )
 from semantic.domain.events import Failed, Started, TextDelta, Usage
 from semantic.domain.sampling import FinishReason
+from semantic.domain.volatile.rules import AppliedRepairs
 from semantic.ports.inbound import EmbeddingRequest, Embeddings, Reply
 from semantic.ports.telemetry import NoTelemetry
 
@@ -103,6 +103,7 @@ class InferenceService:
         self._agents = agents
         self._replays = replays
         self._identities = Identities(agents)
+        self._keep_repairs: Callable[[AppliedRepairs], None] = lambda _: None
         self._preparation = Preparation(
             device, agents, self._identities, replays, request_timeout_s=gate.timeout_s
         )
@@ -120,6 +121,11 @@ class InferenceService:
         self._compactions = ClientCompactions(self.expect)
         self.limits: Callable[[], RateLimits | None] = lambda: None
         self.learn: Callable[[BlockName, Sequence[int]], None] | None = None
+
+    def repair_prompts(self, repairs: PromptRepairs) -> None:
+        """Apply rules to all later requests before they are rendered."""
+        self._preparation = RepairingPreparation(self._preparation, repairs)
+        self._keep_repairs = repairs.keep
 
     def note_remote_turn(self, tenant: str, agent_id: str, turn_id: str) -> None:
         """Remember a turn that another server logged. Thread-safe."""
@@ -395,6 +401,7 @@ class InferenceService:
             facts=CacheFacts(job.root, left.reuse, left.num_stored, left.is_damaged),
             previous=self._likely_previous(prepared),
             num_head=prepared.prompt.num_head,
+            repairs=prepared.repairs.rules,
         )
         identity = prepared.identity
         turn, done = self._agents.commit(
@@ -429,66 +436,6 @@ class InferenceService:
         prompt = prompt_digest(prepared.model.text_root(prepared.principal), asked)
         for key in keys_to_remember(prompt, finished.message):
             self._replays.remember(key, (*begun, *tokens))
-        if prepared.day is not None:
-            who, model, day = prepared.principal, prepared.model, prepared.day
-            self._preparation.keep_day(prepared.request, who, model, day)
-
-
-# -- embeddings -----------------------------------------------------------------------------------
-
-
-def text_tokens(
-    request: EmbeddingRequest, model: LoadedModel, longest: int
-) -> list[tuple[int, ...]]:
-    """Tokenise and check all texts; none may exceed `longest` tokens or the model's context.
-
-    Raises:
-        InvalidRequestError: a text is empty or too long, or has an unknown token id.
-    """
-    spec, texts = model.backend.spec, []
-    limit, limited_by = spec.max_context, "the model's context"
-    if longest < limit:
-        limit, limited_by = longest, "this server's memory"
-    for number, given in enumerate(request.inputs):
-        tokens = given
-        if isinstance(tokens, str):
-            require_whole_characters(tokens, param="input")
-            tokens = tuple(model.tokenizer.encode_prompt(tokens)) if tokens else ()
-        if not tokens:
-            raise InvalidRequestError(f"input {number} is empty.", param="input")
-        if min(tokens) < 0 or max(tokens) >= spec.vocab_size:
-            bad = [not 0 <= token < spec.vocab_size for token in tokens].index(True)
-            raise InvalidRequestError(
-                f"token {bad} of input {number} is {tokens[bad]}; this model's token ids are in "
-                f"[0, {spec.vocab_size}). Send text, or ids of this model's tokenizer.",
-                param="input",
-            )
-        if request.is_cut:
-            tokens = tokens[:limit]
-        if len(tokens) > limit:
-            raise InvalidRequestError(
-                f"input {number} has {len(tokens)} tokens, more than {limited_by} of {limit}; "
-                "send it in pieces.",
-                param="input",
-            )
-        texts.append(tokens)
-    return texts
-
-
-def mean_vector(
-    sums: Sequence[float], num_tokens: int, request: EmbeddingRequest
-) -> tuple[float, ...]:
-    """Return the first dimensions of the mean over tokens, scaled to length 1 if requested.
-
-    Raises:
-        InvalidRequestError: the vector has fewer dimensions than requested.
-    """
-    dimensions = request.dimensions
-    if dimensions is not None and dimensions > len(sums):
-        raise InvalidRequestError(
-            f"this model's vectors have {len(sums)} dimensions, not {dimensions}.",
-            param="dimensions",
-        )
-    kept = sums[:dimensions]
-    length = (math.hypot(*kept) or 1.0) if request.is_normalised else num_tokens
-    return tuple(value / length for value in kept)
+        self._keep_repairs(prepared.repairs)
+        if (day := prepared.day) is not None:
+            self._preparation.keep_day(prepared.request, prepared.principal, prepared.model, day)

@@ -39,6 +39,7 @@ _SERVE_FLAGS = (
     "tls_cert",
     "tls_key",
     "log_level",
+    "repairs",
     "allow_remote",
     "ollama",
 )

@@ -1,6 +1,7 @@
-"""`semantic doctor`: checks whether this machine can serve models, and advises on problems."""
+"""`semantic doctor`: checks this machine, or an agent's prompts, and advises on problems."""
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -13,24 +14,37 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import httpx
+import typer
+from rich.console import Group
+from rich.padding import Padding
 from rich.text import Text
 
 from semantic import __version__
+from semantic.adapters.config.repairs import load_repairs
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.extras import install_command
+from semantic.adapters.outbound.backends.fake import FakeTokenizer
+from semantic.adapters.outbound.blocks.directory import DirectoryLock, claim
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.blocks.format import FORMATS
 from semantic.adapters.outbound.cipher import load_cipher
+from semantic.adapters.outbound.ledger.sqlite import LEDGER_FILE, SqliteLedger
 from semantic.adapters.outbound.models.compute_choices import ComputeChoices, cpu_flags
 from semantic.adapters.outbound.models.fingerprint import fingerprint
+from semantic.application.agents.ledger import AgentLedger, write_at_once
+from semantic.application.agents.volatile import VolatilePrompts
+from semantic.domain.agents import check_agent_id
 from semantic.domain.blocks import BlockOrigin, describe_change
+from semantic.domain.errors import InvalidRequestError
+from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
 from semantic.entrypoints.cli.flags import Answer, with_settings
 from semantic.entrypoints.cli.launch import CLIENTS, INSTALL
 from semantic.entrypoints.cli.screen import Spinner, size, table
 from semantic.entrypoints.loading import choose_backend, compute_basis
+from semantic.ports.text import TokenizerPort
 
 _GOOD = {"ok": "green", "note": "yellow", "bad": "red"}
 _PROBE_BYTES = 64 * 2**20
@@ -51,9 +65,30 @@ class Finding:
     advice: str = ""
 
 
-@with_settings("home", "cache_dir", "host", "port", "model", "backend", "native")
-def doctor(settings: Settings) -> Answer:
-    """Check backends, processor, memory, disk, port, model and clients, and give advice."""
+@with_settings("home", "cache_dir", "host", "port", "model", "backend", "native", "repairs")
+def doctor(
+    settings: Settings,
+    *,
+    agent: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="instead: what changes in this agent's prompts"),
+    ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=["SEMANTIC_CLIENT_KEY", "SEMANTIC_API_KEY"],
+            metavar="KEY",
+            help="with --agent: API key, if the server needs one",
+        ),
+    ] = None,
+) -> Answer:
+    """Check backends, processor, memory, disk, port, model and clients, and give advice.
+
+    With --agent, compare the agent's latest prompts: what changes in them each turn, so that KV
+    cache is computed again, and which rule repairs it. Without a server, reads the cache directory.
+    """
+    if agent is not None:
+        return _examine_prompts(settings, agent, key)
     # Libraries and our own checks may log; standard output is for the findings alone.
     with Spinner("checking this machine"), contextlib.redirect_stdout(sys.stderr):
         findings = list(examine(settings))
@@ -294,3 +329,89 @@ def _clients(_: Settings) -> Iterator[Finding]:
         yield Finding(
             "clients", "note", "none found that `semantic launch` supports", INSTALL["claude"]
         )
+
+
+# -- the prompts of an agent ----------------------------------------------------------------------
+
+
+def _examine_prompts(settings: Settings, agent: str, key: str | None) -> Answer:
+    check_agent_id(agent, "--agent")
+    with Spinner(f"comparing the prompts of {agent}"):
+        try:
+            with ServerClient(_server_url(settings), key) as client:
+                found = client.call("GET", f"/v1/agents/{agent}/volatile")
+        except ServerError as error:
+            if error.status:
+                raise
+            found = _stored_prompts(settings, agent)
+    lines = [_shown_span(span, found["comparisons"]) for span in found["spans"]]
+    return Answer(found, Group(Text(found["summary"]), *lines))
+
+
+def _server_url(settings: Settings) -> str:
+    host = settings.host if not settings.is_remote else "127.0.0.1"
+    scheme = "https" if settings.tls_cert else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
+
+
+def _stored_prompts(settings: Settings, agent: str) -> Json:
+    """Compare prompts in a cache directory that no server uses."""
+    from semantic.adapters.inbound.agents.volatile import VolatileOut
+
+    directory = settings.effective_cache_dir
+    if not (directory / LEDGER_FILE).exists():
+        raise InvalidRequestError(
+            f"no server answers at {_server_url(settings)}, and there is no cache in {directory}; "
+            "choose the server with --port, or the directory with --home"
+        )
+    claim(directory)
+    cipher = load_cipher(settings.encryption_key_file, settings.encryption_key_command)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(DirectoryLock(directory))
+        ledger = SqliteLedger(directory, cipher=cipher)
+        state = ledger.load()
+        stack.callback(ledger.close)
+        tenants = {known.tenant for known in state.agents if known.id == agent}
+        if len(tenants) != 1:
+            raise InvalidRequestError(
+                f"{len(tenants)} tenants have an agent {agent!r}"
+                + ("; start the server and use a key with --key" if tenants else "")
+            )
+        prompts = VolatilePrompts(
+            AgentLedger(ledger, state, write_at_once(ledger)),
+            functools.cache(functools.partial(_stored_tokenizer, settings)),
+            functools.cache(functools.partial(load_repairs, settings.repairs)),
+        )
+        return VolatileOut.about(prompts.report(tenants.pop(), agent)).model_dump(mode="json")
+
+
+def _stored_tokenizer(settings: Settings, model_id: str) -> TokenizerPort | None:
+    """Return the tokenizer of a model on this machine, without loading the model."""
+    from semantic.adapters.outbound.models.tokenizer import HFTokenizer
+
+    if choose_backend(settings) == "fake":
+        return FakeTokenizer()
+    places = (settings.home_dir / "models" / model_id, Path(settings.model).expanduser())
+    for place in places:
+        if place.name == model_id and (place / "tokenizer.json").is_file():
+            return HFTokenizer(place)
+    return None
+
+
+def _shown_span(span: Json, num_compared: int) -> Padding:
+    times = f"changed in {span['changes']} of {num_compared} comparisons"
+    how = "volatile" if span["volatile"] else "edited"
+    kind = span["kind"].replace("_", " ")
+    text = Text(f"{kind} in {span['place']}", "bold")
+    text.append(f": {how}, {times}; ")
+    text.append(
+        f"{span['recomputed_tokens']:,} tokens computed again, from token {span['index']:,}\n"
+    )
+    text.append(f"  - {span['before'].strip()}\n", "red").append(
+        f"  + {span['after'].strip()}\n", "green"
+    )
+    text.append(f"  {span['line'].strip()}\n", "dim")
+    named = f" (rule {span['remedy']['rule']})" if span["remedy"]["rule"] else ""
+    text.append(f"  remedy{named}:\n")
+    text.append("\n".join(f"    {line}" for line in span["remedy"]["text"].splitlines()), "cyan")
+    return Padding(text, (1, 0, 0, 0))

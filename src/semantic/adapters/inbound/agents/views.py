@@ -258,6 +258,9 @@ class TurnOut(View):
         description="messages that a summary replaced in this turn",
         examples=[0],
     )
+    repairs: list[str] = Field(
+        description="rules that changed the prompt before it was computed", examples=[[]]
+    )
     starts_anew: bool = Field(examples=[False])
 
 
@@ -357,6 +360,9 @@ class ExplanationOut(View):
     reuse: ReuseOut
     miss: MissOut | None
     diverged: DivergenceOut | None
+    repairs: list[str] = Field(
+        description="rules that changed the prompt before it was computed", examples=[[]]
+    )
     next: StateOut
     note: str = Field(
         description="why the turn could not use the previous turn's KV cache; empty if it could",
@@ -374,6 +380,7 @@ class ExplanationOut(View):
             reuse=ReuseOut.of(turn.reuse if turn else Reuse()),
             miss=MissOut.of(turn.miss) if turn and turn.miss else None,
             diverged=DivergenceOut.of(divergence) if divergence else None,
+            repairs=list(turn.repairs) if turn else [],
             next=StateOut.of(explanation.state),
             note=explanation.note,
             summary=_summary(explanation),
@@ -395,6 +402,8 @@ def _summary(explanation: Explanation) -> str:
         text += f" It diverged from the stored conversation at token {divergence.index:,}."
     if turn.miss is not None:
         text += f" {turn.miss.text[0].upper()}{turn.miss.text[1:]}."
+    if turn.repairs:
+        text += f" Before that, rules changed the prompt: {', '.join(turn.repairs)}."
     if turn.num_dropped:
         text += f" {turn.num_dropped} of the oldest messages were dropped to make room."
     if turn.num_summarised:

@@ -10,4 +10,6 @@
    failures, and cancels the reply when the client disconnects.
 
 `uploads.py` receives a large file. `health.py` has the endpoints that belong to no protocol.
+If rules repair prompts, `repairs.py` tells them the client, and the client which of them changed
+its request.
 """

@@ -70,7 +70,7 @@ _TAGS: dict[type, str] = {
 _AGENT_KEY = ("id", "tenant")
 _MAX_DETAIL_CHARS = 10_000
 # Left out of a turn's row if they are empty, as in most turns.
-_OPTIONAL = ("tools", "is_thinking", "miss")
+_OPTIONAL = ("tools", "is_thinking", "miss", "repairs")
 
 _T = TypeVar("_T")
 
@@ -93,6 +93,7 @@ class TurnBody:
     miss: CacheMiss | None = None
     num_head: int = 0
     num_summarised: int = 0
+    repairs: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, turn: Turn) -> Self:
@@ -168,6 +169,7 @@ _TURN = TypeAdapter[TurnBody](
         reason=Annotated[FinishReason, _LISTED] | None,
         tools=_tuple_of(Annotated[tuple[str, str], _LISTED]),
         miss=_miss | None,
+        repairs=_tuple_of(str),
     )
 )
 _label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]

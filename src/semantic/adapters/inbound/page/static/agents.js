@@ -3,6 +3,7 @@ import { html, useEffect, useMemo, useState } from "./vendor/preact-htm.js";
 import { get, known, refreshAgent, sayFault, useTopics } from "./server.js";
 import { Bar, Button, ReuseBar, Rows, Tier, ago, bytes, number, short, textOf } from "./parts.js";
 import { HEIGHT, Line, layOut } from "./graph.js";
+import { Volatile } from "./volatile.js";
 import * as act from "./actions.js";
 
 const TIMELINE = 40; // turns in the timeline of an agent
@@ -134,6 +135,7 @@ function Agent({ id, go }) {
       </dl>
       ${settings.system && html`<details class="system"><summary>System prompt</summary><pre>${settings.system}</pre></details>`}
       <${Timeline} agent=${agent} />
+      <${Volatile} agent=${agent} />
       <${Log} agent=${agent} go=${go} />
     </div>
   </aside>`;
