@@ -129,7 +129,7 @@ def test_the_commands_of_docs_work(http: httpx.Client, running: RunningServer) -
         (url,) = [word for word in command if word.startswith(running.url)]
         body = command[-1].replace("smollm2-135m-instruct", "fake") if "-d" in command else None
         # The fake model ends a summary by chance only.
-        if "/v1/events" in url or url.endswith(("/import", "/api/delete", "/compact")):
+        if "/v1/events" in url or url.endswith(("/import", "/api/delete", "/compact", "/packs")):
             continue
         headers = {"content-type": "application/json"}
         answer = http.request(method, url, content=body, headers=headers if body else {})
@@ -145,6 +145,8 @@ def test_agents_are_written_to_a_file_and_read_from_it(
     assert named == {
         ("curl", f"{agents}/{{agent_id}}/export", "-o", "coder.agent"),
         ("curl", "-X", "POST", f"{agents}/import", "--data-binary", "@coder.agent"),
+        ("curl", f"{agents}/{{agent_id}}/pack", "-o", "coder.agent"),
+        ("curl", "-X", "POST", f"{running.url}/admin/packs", "--data-binary", "@coder.agent"),
     }
     http.post(agents, json={"id": "coder"})
     file = http.get(f"{agents}/coder/export").content
