@@ -25,7 +25,7 @@ from semantic.adapters.config.settings import STARTER_MODEL
 CLIENTS = ("plain", "freeze", "move_to_end")
 RULE = """
 [[rule]]
-name = "{action}"
+name = "{name}"
 enabled = true
 client = "^{action}$"
 place = "system"
@@ -68,7 +68,11 @@ def measure(report: Report) -> None:
     longest = 0
     with tempfile.TemporaryDirectory() as temporary:
         rules = Path(temporary, "repairs.toml")
-        rules.write_text("".join(RULE.format(action=client) for client in CLIENTS[1:]))
+        rules.write_text(
+            "".join(
+                RULE.format(name=client.replace("_", "-"), action=client) for client in CLIENTS[1:]
+            )
+        )
         flags = ["--model", options.model, "--backend", options.backend, "--repairs", str(rules)]
         with serving(*flags, "--cache-dir", str(Path(temporary, "cache"))) as port:
             for number in range(1 + options.rounds):
