@@ -137,7 +137,7 @@ class ChunkBudget:
     USUAL = 512
     ALONE_MS = 250.0  # target step time without decoding rows: bounds a new request's wait
     LONGEST_MS = 500.0  # the same on devices where fewer than USUAL tokens fit ALONE_MS
-    AHEAD_MS = 50.0  # the same if no request waits: one that arrives waits for the step's end
+    AHEAD_MS = 25.0  # the same if no request waits: one that arrives waits for the step's end
     SLOWEST_MS = 10_000.0  # limit of a step, even with FIRST tokens
     MAX_ALIGNED = 2048
 
