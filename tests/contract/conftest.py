@@ -2,7 +2,6 @@
 
 import importlib.util
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -31,9 +30,6 @@ from tests.contract.models import (
 )
 from tests.contract.models import CUT_WHERE_SAVED as TORCH_CUT_WHERE_SAVED
 from tests.contract.sharded import fake_in_ranks
-
-# As `runtime.prepare` sets it: MLX reads it when the first model is written, before any backend.
-os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 
 @dataclass(frozen=True, slots=True)
