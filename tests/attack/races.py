@@ -88,8 +88,8 @@ class Races(ServerAttack):
             self.find(f"turn {turn['id']} of {agent_id} has no reply: {turn['messages']}")
             return
         right = self.truth.reply(said[:-1])
-        is_cut = turn["finish_reason"] == "cancelled"
-        if not (right.startswith(reply) if is_cut else reply == right):
+        is_cut = turn["finish_reason"] == "cancelled"  # of a longer reply
+        if reply != right and not (is_cut and (right.startswith(reply) or reply.startswith(right))):
             self.find(f"{agent_id} was answered {reply!r}, not {right!r}; {turn['finish_reason']}")
         if turn["id"] in replies and replies[turn["id"]] != reply:
             self.find(f"{agent_id} was told {replies[turn['id']]!r}, the log says {reply!r}")
@@ -147,7 +147,8 @@ class _Racer:
 
     def _leave(self, place: str) -> httpx.Response:
         """Begin a stream, and leave in the middle of it."""
-        body = {"message": "Talk.", "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+        body = {"message": "Talk.", **_SETTINGS, "max_tokens": 100_000, "ignore_eos": True}
+        body["stream"] = True
         with self._http.stream("POST", f"{place}/generate", json=body) as answer:
             for number, _ in enumerate(answer.iter_raw()):
                 if number >= self._dice.randrange(3):
