@@ -24,20 +24,16 @@ uses a real file.
 import argparse
 import asyncio
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.client import Client, Reply
-from benchmarks.common import serving
-from benchmarks.random_models import SHAPES, make_model
+from benchmarks.common import add_model_options, serving_chosen
 from benchmarks.report import Report, run
-from semantic.adapters.config.settings import STARTER_MODEL
 
 SCENARIOS = ("edit", "again", "calls", "agents", "prose")
 GOALS = {"edit": 2.5, "calls": 2.0}
@@ -170,21 +166,12 @@ async def compare(report: Report, server: Server, scenario: Scenario) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options."""
-    parser.add_argument(
-        "--shape", choices=sorted(SHAPES), help="random weights; default: the starter"
-    )
-    parser.add_argument("--backend", choices=("auto", "mlx", "torch"), default="auto")
+    add_model_options(parser)
     parser.add_argument("--lines", type=int, default=400, help="lines of the file to edit")
     parser.add_argument("--tokens", type=int, default=600, help="tokens of a reply")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--draft-tokens", type=int, default=16)
-    parser.add_argument("--memory-mb", type=int, default=2048)
     parser.add_argument("--only", nargs="*", choices=SCENARIOS, default=SCENARIOS)
-    parser.add_argument("--set", nargs="*", default=[], help="other settings, as name=value")
-    parser.add_argument(
-        "--tokenizer", type=Path, default=Path("~/.semantic/models/smollm2-135m-instruct")
-    )
-    parser.add_argument("--directory", type=Path, help="directory for models")
     parser.add_argument(
         "--goals", action="store_true", help="check goals for devices with cheap rows"
     )
@@ -196,21 +183,11 @@ def measure(report: Report) -> None:
     if report.is_quick:
         options.lines, options.rounds = min(options.lines, 80), 1
     report.settings.update({name: str(value) for name, value in vars(options).items()})
-    with tempfile.TemporaryDirectory() as temporary:
-        home, model = Path(temporary) / "home", STARTER_MODEL
-        arguments = ["--memory-budget-mb", str(options.memory_mb), "--backend", options.backend]
-        if options.shape:
-            models = options.directory or Path(temporary) / "models"
-            tokenizer = options.tokenizer.expanduser()
-            model = str(make_model(options.shape, models, tokenizer, is_sure=True))
-            arguments += ["--home", str(home)]
-        settings = {"model_aliases": "any", "cache_dir": str(home / "cache")}
-        settings |= dict(pair.split("=", 1) for pair in options.set)
-        with serving("--model", model, *arguments, settings=settings) as port:
-            server = Server(port, options.lines, report.choose(120, options.tokens))
-            for scenario in (edit, again, calls, agents, prose):
-                if scenario.__name__ in options.only:
-                    asyncio.run(compare(report, server, scenario))
+    with serving_chosen(options) as port:
+        server = Server(port, options.lines, report.choose(120, options.tokens))
+        for scenario in (edit, again, calls, agents, prose):
+            if scenario.__name__ in options.only:
+                asyncio.run(compare(report, server, scenario))
 
 
 if __name__ == "__main__":

@@ -24,19 +24,15 @@ import argparse
 import json
 import re
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.bench_ahead import source
-from benchmarks.common import serving
-from benchmarks.random_models import SHAPES, make_model
+from benchmarks.common import add_model_options, serving_chosen
 from benchmarks.report import Report, run
-from semantic.adapters.config.settings import STARTER_MODEL
 
 CASES = ("new", "again", "part", "short", "wrong", "other")
 # Of the first-token time with it, relative to the time without.
@@ -192,22 +188,13 @@ def compare(report: Report, bench: Bench, case: str) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options."""
-    parser.add_argument(
-        "--shape", choices=sorted(SHAPES), help="random weights; default: the starter"
-    )
-    parser.add_argument("--backend", choices=("auto", "mlx", "torch"), default="auto")
+    add_model_options(parser)
     parser.add_argument("--history", type=int, default=1500, help="tokens before the first call")
     parser.add_argument("--result", type=int, default=1000, help="tokens of a tool's result")
     parser.add_argument("--pause", type=float, default=0.3, help="seconds of a short tool")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ahead-tokens", type=int, default=4096)
-    parser.add_argument("--memory-mb", type=int, default=2048)
     parser.add_argument("--only", nargs="*", choices=CASES, default=CASES)
-    parser.add_argument("--set", nargs="*", default=[], help="other settings, as name=value")
-    parser.add_argument(
-        "--tokenizer", type=Path, default=Path("~/.semantic/models/smollm2-135m-instruct")
-    )
-    parser.add_argument("--directory", type=Path, help="directory for models")
 
 
 def measure(report: Report) -> None:
@@ -216,22 +203,12 @@ def measure(report: Report) -> None:
     if report.is_quick:
         options.history, options.result, options.rounds = 300, 200, 1
     report.settings.update({name: str(value) for name, value in vars(options).items()})
-    with tempfile.TemporaryDirectory() as temporary:
-        home, model = Path(temporary) / "home", STARTER_MODEL
-        arguments = ["--memory-budget-mb", str(options.memory_mb), "--backend", options.backend]
-        if options.shape:
-            models = options.directory or Path(temporary) / "models"
-            tokenizer = options.tokenizer.expanduser()
-            model = str(make_model(options.shape, models, tokenizer, is_sure=True))
-            arguments += ["--home", str(home)]
-        settings = {"model_aliases": "any", "cache_dir": str(home / "cache")}
-        settings |= dict(pair.split("=", 1) for pair in options.set)
-        with serving("--model", model, *arguments, settings=settings) as port:
-            url = f"http://127.0.0.1:{port}"
-            with httpx.Client(base_url=url, timeout=None) as http:  # noqa: S113 - who measures waits
-                bench = Bench(http, options.history, options.result, options.pause)
-                for case in options.only:
-                    compare(report, bench, case)
+    with serving_chosen(options) as port:
+        url = f"http://127.0.0.1:{port}"
+        with httpx.Client(base_url=url, timeout=None) as http:  # noqa: S113 - who measures waits
+            bench = Bench(http, options.history, options.result, options.pause)
+            for case in options.only:
+                compare(report, bench, case)
 
 
 if __name__ == "__main__":

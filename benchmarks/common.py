@@ -1,10 +1,12 @@
 """Engines and servers for benchmarks. Does not import torch."""
 
+import argparse
 import contextlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.random_models import SHAPES, make_model
+from semantic.adapters.config.settings import STARTER_MODEL
 from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.cache.store import AgentCacheStore
@@ -120,3 +124,34 @@ def serving(*arguments: str, settings: Mapping[str, str] | None = None) -> Itera
             yield port
         finally:
             process.send_signal(signal.SIGINT)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `serving_chosen`."""
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), help="random weights; default: the starter"
+    )
+    parser.add_argument("--backend", choices=("auto", "mlx", "torch"), default="auto")
+    parser.add_argument("--memory-mb", type=int, default=2048)
+    parser.add_argument("--set", nargs="*", default=[], help="other settings, as name=value")
+    parser.add_argument(
+        "--tokenizer", type=Path, default=Path("~/.semantic/models/smollm2-135m-instruct")
+    )
+    parser.add_argument("--directory", type=Path, help="directory for models")
+
+
+@contextlib.contextmanager
+def serving_chosen(options: argparse.Namespace) -> Iterator[int]:
+    """Run a server on the model of the options, with an empty cache; yields the port."""
+    with tempfile.TemporaryDirectory() as temporary:
+        home, model = Path(temporary) / "home", STARTER_MODEL
+        arguments = ["--memory-budget-mb", str(options.memory_mb), "--backend", options.backend]
+        if options.shape:
+            models = options.directory or Path(temporary) / "models"
+            tokenizer = options.tokenizer.expanduser()
+            model = str(make_model(options.shape, models, tokenizer, is_sure=True))
+            arguments += ["--home", str(home)]
+        settings = {"model_aliases": "any", "cache_dir": str(home / "cache")}
+        settings |= dict(pair.split("=", 1) for pair in options.set)
+        with serving("--model", model, *arguments, settings=settings) as port:
+            yield port

@@ -2,7 +2,7 @@
 
 The blocks are visited in order in one sequence. A chosen block is computed after the blocks before
 it; any other block is loaded as it is. A block that was computed from other tokens, by another
-model or by nobody at all therefore differs from what this model computes in its place.
+model, or not computed at all, therefore differs from what this model computes in its place.
 """
 
 import random

@@ -50,26 +50,26 @@ class AgentFile:
         self._keys = keys
 
     def write(self, items: Iterable[ExportItem]) -> Iterator[bytes]:
-        digests: dict[str, str] = {}
+        def manifest_of(digests: Mapping[str, str]) -> bytes:
+            return compose_manifest(digests, self._keys.sign(signed_text(digests)))
+
+        return archive.compose_archive(self._members(items), manifest_of)
+
+    def _members(self, items: Iterable[ExportItem]) -> Iterator[tuple[str, list[bytes]]]:
         fingerprint, num_turns = "", 0
         for item in items:
             match item:
                 case ExportHead():
                     fingerprint = item.fingerprint
-                    name, pieces = "agent.json", [_head_bytes(item)]
+                    yield "agent.json", [_head_bytes(item)]
                 case Turn():
                     num_turns += 1
-                    name, pieces = _turn_name(num_turns), [_turn_bytes(item)]
+                    yield _turn_name(num_turns), [_turn_bytes(item)]
                 case ExportPart():
-                    name = archive.block_name(item.part)
                     pieces = archive.block_pieces(item, self._codec, fingerprint)
+                    yield archive.block_name(item.part), pieces
                 case _:
                     assert_never(item)
-            digests[name] = archive.sha256(pieces)
-            yield from archive.compose_member(name, pieces)
-        manifest = compose_manifest(digests, self._keys.sign(signed_text(digests)))
-        yield from archive.compose_member("manifest.json", [manifest])
-        yield archive.END
 
     def check(self, pieces: Iterable[bytes]) -> str:
         return archive.check(read_members(pieces), LAYOUT, self._signer)

@@ -88,6 +88,18 @@ def compose_member(name: str, pieces: Iterable[bytes]) -> Iterator[bytes]:
     yield bytes(-header.size % _BLOCK)
 
 
+def compose_archive(
+    members: Iterable[tuple[str, list[bytes]]], manifest_of: Callable[[Mapping[str, str]], bytes]
+) -> Iterator[bytes]:
+    """Write members by name, then the manifest that is made of their digests."""
+    digests: dict[str, str] = {}
+    for name, pieces in members:
+        digests[name] = sha256(pieces)
+        yield from compose_member(name, pieces)
+    yield from compose_member("manifest.json", [manifest_of(digests)])
+    yield END
+
+
 def read_members(pieces: Iterable[bytes], layout: ArchiveLayout) -> Iterator[Member]:
     """Read an archive's members, and check everything except their content.
 

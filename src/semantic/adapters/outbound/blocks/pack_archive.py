@@ -41,27 +41,26 @@ class PackFile:
         self._keys = keys
 
     def write(self, items: Iterable[PackItem]) -> Iterator[bytes]:
-        return self._write(items, self._keys.public)  # a missing key is an error before any piece
+        public = self._keys.public  # a missing key is an error before any piece
 
-    def _write(self, items: Iterable[PackItem], public: str) -> Iterator[bytes]:
-        digests: dict[str, str] = {}
+        def manifest_of(digests: Mapping[str, str]) -> bytes:
+            signature = self._keys.sign(archive.signed_text(FORMAT, digests))
+            return compose_manifest(digests, public, signature)
+
+        return archive.compose_archive(self._members(items), manifest_of)
+
+    def _members(self, items: Iterable[PackItem]) -> Iterator[tuple[str, list[bytes]]]:
         fingerprint = ""
         for item in items:
             match item:
                 case PackHead():
                     fingerprint = item.fingerprint
-                    name, pieces = "pack.json", [json.dumps(dataclasses.asdict(item)).encode()]
+                    yield "pack.json", [json.dumps(dataclasses.asdict(item)).encode()]
                 case ExportPart():
-                    name = archive.block_name(item.part)
                     pieces = archive.block_pieces(item, self._codec, fingerprint)
+                    yield archive.block_name(item.part), pieces
                 case _:
                     assert_never(item)
-            digests[name] = archive.sha256(pieces)
-            yield from archive.compose_member(name, pieces)
-        signature = self._keys.sign(archive.signed_text(FORMAT, digests))
-        manifest = compose_manifest(digests, public, signature)
-        yield from archive.compose_member("manifest.json", [manifest])
-        yield archive.END
 
     def check(self, pieces: Iterable[bytes]) -> PackSigner:
         found: list[PackSigner] = []
