@@ -69,12 +69,19 @@ serve: $(VENV)/.serve ## serve the starter model on 127.0.0.1:8000 (more: make s
 # These tests start servers, run a real model or draw random cases; other tests cover the same
 # code. COVERAGE=1 does not trace them, because tracing takes as long as the tests themselves.
 UNTRACED = tests/smoke tests/e2e tests/attack tests/page tests/cluster tests/clients \
-	tests/contract/test_memory_contract.py tests/contract/test_shards.py \
-	$(patsubst %,tests/integration/test_%.py,guides openapi http_concurrency) \
+	$(patsubst %,tests/contract/test_%.py,backend_contract memory_contract image_contract peer_failures shards) \
+	$(patsubst %,tests/integration/test_%.py,guides openapi http_concurrency packs cache_faults encryption \
+		model_swap_torch dtype_change repairs model_swap cache_cli tenants tool_pauses direct_api_cache \
+		metrics cache_explain published_templates chat_templates compaction conversation_reuse rest_precision) \
 	$(shell find tests -name '*_machine.py' -o -name 'test_*starter*.py')
 SHARED := --numprocesses=$(JOBS) --dist=worksteal --durations=10 --durations-min=10
 FAST := -m 'not slow'
+# Collecting takes as long as many of these tests, so only files with slow tests are read.
+SLOW = $(shell grep -rl --include='test_*.py' 'mark\.slow' tests)
 COVERAGE ?=
+
+# Test processes and servers import the same files; compiling all of them again takes longer than most tests.
+test test-slow: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: test test-slow
 test: $(VENV)/.dev ## run the tests, without the slow ones, in JOBS (2) processes; some: make test ARGS="-k fork"
@@ -95,7 +102,7 @@ else
 endif
 test-slow: $(VENV)/.dev ## run the slow tests, each of which takes more than 20 seconds
 	@echo "==> running the slow tests in $(JOBS) processes; two cores take up to 10 minutes"
-	@$(PYTEST) $(SHARED) -m slow $(ARGS)
+	@$(PYTEST) $(SHARED) -m slow $(or $(ARGS),$(SLOW))
 
 .PHONY: coverage
 coverage: $(VENV)/.dev ## check the coverage that `make test COVERAGE=1` measured
@@ -195,6 +202,14 @@ cluster-tests: $(CLUSTER)/.ready ## kill, move and scale servers on Ray (minutes
 page-tests: $(VENV)/.dev ## run the tests of the page in a real Chromium (apt-get install chromium, or CHROMIUM=...)
 	@PAGE_TESTS=1 $(PYTEST) -m page $(ARGS)
 
+.PHONY: page-picture
+page-picture: $(VENV)/.dev ## record the README's picture of the view Compare in Chromium, with the starter model
+	@$(BIN)/python -m tests.page.record_compare docs/img/compare.png
+
+.PHONY: page-pictures
+page-pictures: $(VENV)/.dev ## record the pictures of Memory, Now and a timeline in docs/page.md (minutes)
+	@$(BIN)/python -m tests.page.record_views docs/img
+
 # The C compiler of ziglang targets every platform from one machine. It takes 400 MB.
 WHEELS := build/wheel-tools
 PLATFORMS ?=
@@ -274,6 +289,11 @@ deploy-check: $(VENV)/.dev $(SECURITY)/.ready ## check the container files, and 
 	@$(SECURITY)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yml deploy/compose.cuda.yml
 	@$(PYTEST) tests/e2e/image_steps.py $(ARGS)
 
+.PHONY: kernel-check
+kernel-check: $(VENV)/.dev ## compile the CUDA kernels for every architecture; needs no GPU
+	@$(PIP) install --quiet --no-deps nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-crt
+	@$(PYTEST) tests/unit/adapters/outbound/backends/mlx/cuda/test_architectures.py $(ARGS)
+
 .PHONY: licenses
 licenses: $(VENV)/.dev $(SECURITY)/.ready ## refuse dependencies under GPL, LGPL, AGPL, SSPL or EUPL
 	@$(SECURITY)/bin/pip-licenses --python=$(BIN)/python --ignore-packages $(LICENSE_EXCEPTIONS) --summary \
@@ -285,8 +305,17 @@ sbom: $(VENV)/.dev $(SECURITY)/.ready ## write build/sbom.json: all installed pa
 		--output-format JSON --output-file build/sbom.json
 	@echo "wrote build/sbom.json"
 
+# What a release needs besides CI, which must have passed. The cheap steps come first.
+RELEASE_STEPS := lint typecheck docs-check licenses sbom wheels install-test page-tests cluster-tests bench-quick
+.PHONY: release-check
+release-check: $(VENV)/.dev ## check what CI does not: version, wheels, installation, page, cluster, benchmarks, licences, SBOM (an hour; needs Chromium and redis-server)
+	@$(PYTEST) -q tests/unit/test_release.py --release
+	@for step in $(RELEASE_STEPS); do echo "==> $$step"; $(MAKE) --no-print-directory $$step || \
+		{ echo "==> $$step failed: this is not ready to be released"; exit 1; }; done
+	@echo "==> all steps passed: version $$($(BIN)/python -c 'import semantic; print(semantic.__version__)'), wheels in dist/, build/sbom.json"
+
 .PHONY: bench bench-quick
-bench: $(VENV)/.dev ## run the benchmarks (10 to 20 minutes on two cores) and compare them with an earlier result
+bench: $(VENV)/.dev ## run the benchmarks (15 to 25 minutes on two cores), compare them with an earlier result, and write the tables of machines
 	@$(BIN)/python -m benchmarks $(ARGS)
 bench-quick: $(VENV)/.dev ## run a rough version of the benchmarks, in under two minutes
 	@$(BIN)/python -m benchmarks --quick $(ARGS)
@@ -302,6 +331,10 @@ experiments: $(VENV)/.dev ## run the experiments (PASS, FAIL or SKIP) and write 
 .PHONY: zoo
 zoo: $(VENV)/.dev ## compare every type of model with its library (30 minutes) and write docs/models-zoo.md
 	@$(BIN)/python -m tests.zoo $(ARGS)
+
+.PHONY: record-machine
+record-machine: $(VENV)/.dev ## record agents on this kind of machine, for tests on others (docs/exactness.md)
+	@$(BIN)/python -m tests.machines
 
 .PHONY: peer
 peer: $(VENV)/.dev ## build llama.cpp's server for this machine (15 minutes, once) and print its path

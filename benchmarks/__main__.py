@@ -1,13 +1,14 @@
 """Runs the benchmarks one after another, each in a separate process, and stores the results.
 
-    python -m benchmarks                      # all of them, 10 to 20 minutes on two cores
+    python -m benchmarks                      # all of them, 15 to 25 minutes on two cores
     python -m benchmarks --quick              # rough figures in under two minutes
     python -m benchmarks resume peer          # selected benchmarks, in full
     python -m benchmarks --keep               # stores the result as the new baseline, and draws it
 
 Figures go to `build/bench/full.json` or `quick.json`, with the machine, versions and commit, and
-are compared with `benchmarks/results`. The exit status is 1 if a benchmark fails to run. A missed
-bound is only reported, because a busy machine misses some.
+are compared with `benchmarks/results`. A full comparison with llama.cpp (`make peer` builds it)
+adds this machine to the tables of README.md and docs/benchmarks.md. The exit status is 1 if a
+benchmark fails to run. A missed bound is only reported, because a busy machine misses some.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machines import add, load, record_of, write_pages
 from benchmarks.plots import draw_all
 from benchmarks.report import RESULTS, ROOT, earlier_result, environment
 
@@ -47,7 +49,9 @@ SUITE = {
     "tenant_timing": True,
 }
 # What these say is of one part: among all others, a rough answer will do.
-ROUGH = ("torch", "quantised", "peer", "keeping", "repairs", "grammar")
+ROUGH = ("torch", "quantised", "keeping", "repairs", "grammar")
+# Beside busy loops it would take twice as long.
+ARGUMENTS = {"peer": ("--conditions", "quiet")}
 BY_NAME = (
     "answers",
     "streams",
@@ -57,6 +61,7 @@ BY_NAME = (
     "packs",
 )  # minutes each, of one part
 OUTPUT = ROOT / "build" / "bench"
+_NO_PEER: Mapping[str, Any] = {"figures": {}, "environment": {}}
 
 
 def run_one(name: str, *, is_quick: bool, against: Path) -> dict[str, Any]:
@@ -64,7 +69,7 @@ def run_one(name: str, *, is_quick: bool, against: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "found.json"
         command = [sys.executable, "-m", f"benchmarks.bench_{name}", "--json", str(path)]
-        command += ["--quick"] if is_quick else []
+        command += ["--quick"] if is_quick else ARGUMENTS.get(name, ())
         command += ["--against", str(against)]
         status = subprocess.run(command, cwd=ROOT, check=False).returncode  # noqa: S603 - our own
         if not path.exists():
@@ -139,6 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rough = () if options.names else ROUGH
     against = options.against or RESULTS / file
     found = run_all(names, rough, is_quick=options.quick, against=against)
+    if not options.quick and (machine := record_of(found["benchmarks"].get("peer", _NO_PEER))):
+        add(machine)
+        write_pages(load())
     if options.keep:
         save(found, RESULTS / file)
         if not options.quick:

@@ -56,13 +56,11 @@ def _mlx(model: Path, device: str) -> Callable[[list[list[int]]], tuple[float, f
     return run
 
 
-def _torch(model: Path, device: str) -> Callable[[list[list[int]]], tuple[float, float]]:
+def _torch(model: Path, _: str) -> Callable[[list[list[int]]], tuple[float, float]]:
     import torch  # noqa: PLC0415 - of one backend, not the other
     from transformers import AutoModelForCausalLM, DynamicCache  # noqa: PLC0415 - of one backend, not the other
 
-    place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True)
-    loaded = loaded.to(place).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True).eval()
 
     @torch.inference_mode()
     def run(chunks: list[list[int]]) -> tuple[float, float]:
@@ -70,11 +68,11 @@ def _torch(model: Path, device: str) -> Callable[[list[list[int]]], tuple[float,
         started = time.perf_counter()
         token = 0
         for chunk in chunks:
-            ids = torch.tensor([chunk], device=place)
+            ids = torch.tensor([chunk])
             token = int(loaded(ids, past_key_values=cache, logits_to_keep=1).logits.argmax())
         prompt_s = time.perf_counter() - started
         for _ in range(NUM_TOKENS):
-            ids = torch.tensor([[token]], device=place)
+            ids = torch.tensor([[token]])
             token = int(loaded(ids, past_key_values=cache).logits.argmax())
         return prompt_s, (time.perf_counter() - started - prompt_s) / NUM_TOKENS
 

@@ -52,7 +52,7 @@ def logprobs(home: Path, tokens: list[int], weights: WeightsOption) -> torch.Ten
     directory = LocalModelSource(home / "models", STARTER_MODEL).resolve(STARTER_MODEL, print)
     spec = ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
     options = TorchOptions(
-        "auto" if weights == "auto" else "float32", "cpu", weights, native=NativeBuild(home)
+        "auto" if weights == "auto" else "float32", weights, native=NativeBuild(home)
     )
     backend = TorchBackend(directory, spec, options)
     sequence = TorchSequence(tokens)

@@ -6,7 +6,7 @@ conversation with another question. The servers run in turns, each with a new ho
 
     python -m benchmarks.bench_packs                                # a prompt of the same kind
     python -m benchmarks.bench_packs --request claude-code.json     # the body of POST /v1/messages
-    python -m benchmarks.bench_packs --request claude-code.json --shape llama-1b --rounds 1
+    python -m benchmarks.bench_packs --request claude-code.json --shape llama-1b --weights int4
 
 Without `--request`, the prompt is made up: a system prompt and tools of about `--tokens` tokens. To
 record a request of Claude Code, point `ANTHROPIC_BASE_URL` at any program that stores bodies. If it
@@ -97,7 +97,7 @@ def measure(report: Report) -> None:
         directory, starter = Path(temporary), starter_directory()
         shape = options.shape
         model = make_model(shape, directory / "models", starter) if shape else starter
-        arguments = ("--memory-budget-mb", str(options.memory_mb))
+        arguments = ("--memory-budget-mb", str(options.memory_mb), "--weights", options.weights)
         site = Site(directory, model, arguments, request_of(options))
         with site.serve("maker") as http:
             site.ask(http, "coder", messages=OTHER)
@@ -135,6 +135,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tools", type=int, default=None, help="keep this many of its tools")
     parser.add_argument("--tokens", type=int, default=4000, help="of a prompt that is made up")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights, not the starter")
+    parser.add_argument("--weights", default="auto", help="as in `semantic serve`")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory-mb", type=int, default=2048)
 

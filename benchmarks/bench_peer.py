@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.bench_workflow import PHASES, Talk, conversations, run_workflow, text_of
 from benchmarks.client import Client, said
 from benchmarks.common import serving
-from benchmarks.peer import peer_path, peer_serving
+from benchmarks.peer import peer_path, peer_serving, peer_version
 from benchmarks.report import Report, run
 from benchmarks.systems import System
 from semantic.adapters.outbound.models.gguf.importing import starter_gguf
@@ -242,6 +242,7 @@ def measure(report: Report) -> None:
     if not peer_path().exists():
         report.note("SKIP: llama.cpp's server is not built; run `make peer`")
         return
+    report.settings["llama.cpp"] = peer_version()
     with tempfile.TemporaryDirectory() as temporary:
         home, file, source = options.home or Path(temporary), starter_gguf(), "starter"
         if options.shape == "1b":

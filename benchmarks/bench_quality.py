@@ -4,9 +4,10 @@ Computes the first tokens of a text. At each restart, writes the KV cache in eac
 it back, including parts that were stored before. A server writes a block once, so this is the worst
 case. Then all sequences continue together, one token per step. Measures the Kullback-Leibler
 divergence of next-token distributions from those of a sequence that is never stored, and the
-perplexity of the text. Then asks the questions of one conversation, each after a restart of the
-real engine over a directory in each format, and compares the answers with those of an engine that
-never stopped.
+perplexity of the text. Where the model computes in float32, also rounds the KV cache to 16 bits, as
+a server that stored it in half the space would. Then asks the questions of one conversation, each
+after a restart of the real engine over a directory in each format, and compares the answers with
+those of an engine that never stopped.
 """
 
 import itertools
@@ -14,10 +15,12 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import TypeAlias
 
 import numpy as np
 
@@ -31,13 +34,14 @@ from semantic.adapters.outbound.backends.torch.kv.sequences import ChunkSpan
 from semantic.adapters.outbound.backends.torch.loading import DType, TorchOptions
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.blocks.format import FORMATS, KVCodec
+from semantic.adapters.outbound.blocks.quantisation import FLOATS
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.settings import EngineLimits
 from semantic.domain.chat import JsonValue
 from semantic.domain.events import Failed, TextDelta
 from semantic.domain.sampling import StopRules
 from semantic.domain.spec import LayerKind, ModelCacheSpec
-from semantic.ports.backend import Chunk, KVPayload, SequenceId, Step
+from semantic.ports.backend import Chunk, HostBuffer, KVPayload, SequenceId, Step
 
 BLOCK_TOKENS = 256
 SOURCE = SequenceId(0)
@@ -49,12 +53,21 @@ QUESTIONS = (
     "Which was the first city I asked about?",
 )
 MAX_KL = {16: 0.0, 8: 0.02, 4: 0.5}
+HALVES = ("float16", "bfloat16")  # what float32 can be rounded to
+Rest: TypeAlias = Callable[[KVPayload], KVPayload]
 
 
 class ListeningBackend(TorchBackend):
     """Keeps the logits of the last step."""
 
     heard: Logits
+
+    @property
+    def rests(self) -> dict[str, Rest]:
+        """What storage does to a payload, by format; of float32 also rounding to 16 bits."""
+        formats: dict[str, Rest] = {name: partial(rest, KVCodec(name)) for name in FORMATS.values()}
+        is_single = self._dtype.itemsize == np.dtype(np.float32).itemsize
+        return formats | {name: partial(narrow, name) for name in HALVES if is_single}
 
     def _forward(self, spans: Sequence[ChunkSpan]) -> Logits:
         self.heard = super()._forward(spans)
@@ -113,6 +126,19 @@ def rest(codec: KVCodec, payload: KVPayload) -> KVPayload:
     return replace(payload, buffers=tuple(codec.decode(b) for b in codec.encode(payload)))
 
 
+def narrow(dtype: str, payload: KVPayload) -> KVPayload:
+    """Round a payload of float32 to a dtype of 16 bits and widen it again."""
+    floats = FLOATS[dtype]
+
+    def rounded(buffer: HostBuffer) -> HostBuffer:
+        singles = np.frombuffer(buffer.data, np.float32).copy()
+        halves = np.empty(singles.shape, floats.array)
+        floats.narrow(singles, halves)
+        return replace(buffer, source=floats.widened(halves).view(np.uint8).data)
+
+    return replace(payload, buffers=tuple(map(rounded, payload.buffers)))
+
+
 # -- restart after restart -------------------------------------------------------------------------
 
 
@@ -121,16 +147,17 @@ class Readers:
 
     def __init__(self, backend: ListeningBackend, tokens: Sequence[int], num_first: int) -> None:
         self._backend, self._tokens, self._length = backend, tokens, num_first
-        self._codecs = {SequenceId(bits): KVCodec(name) for bits, name in FORMATS.items()}
+        self._names = ("never", *backend.rests)
+        self._rests = {SequenceId(i): each for i, each in enumerate(backend.rests.values(), 1)}
         backend.open_sequence(SOURCE, tokens)
         for start in range(0, num_first, 512):
             chunk = Chunk(SOURCE, start, tuple(tokens[start : min(start + 512, num_first)]))
             backend.collect(backend.launch(Step((chunk,))))
-        self._origin = dict.fromkeys(self._codecs, SOURCE)
+        self._origin = dict.fromkeys(self._rests, SOURCE)
 
     def restart(self) -> None:
-        for sequence, codec in self._codecs.items():
-            blocks = [rest(codec, block) for block in self._blocks(self._origin[sequence])]
+        for sequence, store in self._rests.items():
+            blocks = [store(block) for block in self._blocks(self._origin[sequence])]
             if self._origin[sequence] == sequence:
                 self._backend.close_sequence(sequence)
             self._origin[sequence] = sequence
@@ -145,11 +172,10 @@ class Readers:
 
     def read(self, num_tokens: int) -> dict[str, Divergence]:
         """Read further tokens together; the first result is that of the sequence never stored."""
-        names = ("never", *(codec.kv_format for codec in self._codecs.values()))
-        found = {name: Divergence() for name in names}
+        found = {name: Divergence() for name in self._names}
         for position in range(self._length, self._length + num_tokens):
             token, following = self._tokens[position : position + 2]
-            rows = [Chunk(seq, position, (token,)) for seq in (SOURCE, *self._codecs)]
+            rows = [Chunk(seq, position, (token,)) for seq in (SOURCE, *self._rests)]
             self._backend.collect(self._backend.launch(Step(tuple(rows))))
             heard = self._backend.heard
             for row, divergence in zip(heard, found.values(), strict=True):
@@ -158,7 +184,7 @@ class Readers:
         return found
 
     def close(self) -> None:
-        for sequence in (SOURCE, *self._codecs):
+        for sequence in (SOURCE, *self._rests):
             self._backend.close_sequence(sequence)
 
 
@@ -217,7 +243,12 @@ def measure(report: Report) -> None:
             report.add(title, divergence.mean, "nats a token", most=MAX_KL[bits])
         same = [100 * each[name].agreement for each in found]
         report.add(f"{bits} bits: likeliest token the same", same, "%")
-    for form in ("never", *FORMATS.values()):
+    for half in found[0].keys() & HALVES:
+        kls = [each[half].mean for each in found]
+        report.add(f"float32 as {half}: KL", kls, "nats a token")
+        same = [100 * each[half].agreement for each in found]
+        report.add(f"float32 as {half}: likeliest token the same", same, "%")
+    for form in found[0]:
         values = [each[form].perplexity for each in found]
         report.add(f"perplexity, {form}", values, "")
     expected = answers(backend, directory, 16, is_restarted=False)

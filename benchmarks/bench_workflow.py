@@ -5,7 +5,7 @@ first turn at once, over HTTP, then some more turns each. Then the server restar
 one more turn. Each phase runs against all servers before the next begins, so that noise of the
 machine affects all of them.
 
-    python -m benchmarks.bench_workflow                            # 5 agents, memory on and off
+    python -m benchmarks.bench_workflow      # 5 agents, memory on and off, llama.cpp if it is built
     python -m benchmarks.bench_workflow --tokens 4096 --turns 1    # takes a quarter of an hour
     python -m benchmarks.bench_workflow --agents 1 3 5 10 --tokens 1024 \
         --systems on off transformers llama.cpp mlx_lm
@@ -29,6 +29,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.client import Client, Messages, Reply, continued, said
+from benchmarks.peer import peer_path, peer_version
 from benchmarks.report import ROOT, Report, run
 from benchmarks.systems import (
     System,
@@ -246,6 +247,8 @@ def measure(report: Report) -> None:
     num_reply = options.reply or report.choose(8, 24)
     many = report.choose(0, MANY_TOKENS)
     report.settings.update(agents=counts, tokens=lengths, later_turns=num_later, reply=num_reply)
+    if "llama.cpp" in options.systems:
+        report.settings["llama.cpp"] = peer_version()
     for count in counts:
         for length in lengths:
             title = f"{count} agents x {length}"
@@ -276,7 +279,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, help="later turns of each agent")
     parser.add_argument("--reply", type=int, help="tokens of a reply")
     names = ("on", "off", "transformers", "llama.cpp", "mlx_lm")
-    parser.add_argument("--systems", nargs="*", choices=names, default=["on", "off"])
+    usual = ["on", "off", *(["llama.cpp"] if peer_path().exists() else [])]
+    parser.add_argument("--systems", nargs="*", choices=names, default=usual)
     parser.add_argument(
         "--peer-url", nargs="*", default=[], help="URLs of other servers, up to /v1"
     )

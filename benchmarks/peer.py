@@ -5,6 +5,10 @@ fifteen minutes on two cores, and keeps the binary in the user's cache, by versi
 Prebuilt wheels target any CPU: on ARM they reach half the speed, which would be unfair.
 
     python -m benchmarks.peer        # build it unless it exists, and print its path
+
+It says which version that is, and whether PyPI has a newer one. In November 2026, no other package
+that PyPI, Debian or npm offered had newer source: node-llama-cpp 3.22.1 has llama.cpp v0.5.0, which
+is older than this.
 """
 
 import contextlib
@@ -26,6 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 VERSION = "0.3.36"  # of llama-cpp-python, which names the source
+COMMIT = "0c1e57098"  # of llama.cpp, by the package's changelog
 _TOOLS = ("cmake", "ninja")
 _OPTIONS = (
     "CMAKE_BUILD_TYPE=Release",
@@ -43,6 +48,19 @@ def peer_path() -> Path:
     """Return the path of the binary, which may not be built yet."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "semantic" / "peer" / f"llama-server-{VERSION}-{_cpu()}"
+
+
+def peer_version() -> str:
+    """Name the version in words."""
+    return f"llama.cpp {COMMIT}, from llama-cpp-python {VERSION}"
+
+
+def newest_version() -> str:
+    """Return the newest version of llama-cpp-python on the package index; "" if unknown."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "llama-cpp-python"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - ours
+    found = re.match(r"llama-cpp-python \((.+?)\)", asked.stdout)
+    return found[1] if found else ""
 
 
 def _cpu() -> str:
@@ -157,4 +175,5 @@ def _await(process: subprocess.Popen[bytes], port: int) -> None:
 
 
 if __name__ == "__main__":
+    print(f"==> {peer_version()}; newest: {newest_version() or 'unknown'}", file=sys.stderr)
     print(build())

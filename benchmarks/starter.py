@@ -58,7 +58,7 @@ def random_tokens(num_tokens: int, seed: int) -> list[int]:
 @functools.cache
 def served_dtype() -> torch.dtype:
     """Return the dtype that a server chooses on this CPU."""
-    return choose_dtype("auto", torch.device("cpu"))[0]
+    return choose_dtype("auto")[0]
 
 
 def library_model(directory: Path) -> Any:

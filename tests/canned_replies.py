@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Sequence
 
 from semantic.domain.agents import Principal
-from semantic.domain.chat import ChatRequest
+from semantic.domain.chat import ChatRequest, Message
 from semantic.domain.events import (
     Event,
     Finished,
@@ -46,6 +46,11 @@ CUT_CALL: tuple[Event, ...] = (
     ToolCallDelta(0, '{"path": "ä'),
     Finished(FinishReason.MAX_TOKENS, USAGE),
 )
+
+
+async def no_images(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """For routes whose requests have no images."""
+    return tuple(messages)
 
 
 class CannedReply:

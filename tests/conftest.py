@@ -28,7 +28,11 @@ if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
 # Other processes share the machine, so durations are meaningless. Every run tries the same
 # examples, so that a change does not fail for a bug of an earlier one; nightly runs draw new ones.
 settings.register_profile(
-    "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "default",
+    deadline=None,
+    derandomize=True,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile(
     "nightly", settings.get_profile("default"), derandomize=False, max_examples=1000
@@ -38,6 +42,7 @@ settings.load_profile("default")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in random order")
+    parser.addoption("--release", action="store_true", help="also check what a release needs")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -84,21 +89,28 @@ def _usual_process() -> Iterator[None]:
 def _usual_logging() -> None:
     """Undoes changes to logging by earlier tests and by servers that they ran in this process.
 
-    A server changes the root logger's level, and imported libraries may disable loggers.
+    A server changes the root logger's level, and imported libraries may disable loggers. Each
+    `setLevel` visits all loggers, of which libraries have thousands, so it is called where needed.
     """
-    logging.disable(logging.NOTSET)
-    logging.getLogger().setLevel(logging.WARNING)
+    if logging.root.manager.disable != logging.NOTSET:
+        logging.disable(logging.NOTSET)
+    if logging.root.level != logging.WARNING:
+        logging.root.setLevel(logging.WARNING)
     for name, logger in logging.root.manager.loggerDict.items():
-        if name.partition(".")[0] == "semantic" and isinstance(logger, logging.Logger):
+        if name.startswith("semantic") and isinstance(logger, logging.Logger):
             logger.disabled, logger.propagate = False, True
-            logger.setLevel(logging.NOTSET)
+            if logger.level != logging.NOTSET:
+                logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
-    """Seeds random weights, which must not depend on the tests that xdist ran before."""
+    """Seeds random weights, which must not depend on the tests that xdist ran before.
+
+    Weights are drawn on the CPU; `torch.manual_seed` formats a stack for each other device.
+    """
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
     if mlx := sys.modules.get("mlx.core"):
         mlx.random.seed(0)
 

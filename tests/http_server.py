@@ -35,9 +35,12 @@ class RunningServer:
 
 
 def make_settings(home: Path, **overrides: Any) -> Settings:
-    """Settings for tests: use only files in `home`, and allow time to flush them at shutdown."""
+    """Settings for tests: use only files in `home`, and allow time to flush them at shutdown.
+
+    Text recognition is off, whether or not it is installed.
+    """
     usual = {"port": 0, "batch_window_ms": 0, "backend": "fake", "default_max_tokens": 1024}
-    given = {"home": home, "shutdown_timeout_s": 120, **usual, **overrides}
+    given = {"home": home, "shutdown_timeout_s": 120, "ocr": "off", **usual, **overrides}
     return load_settings(given, config_dir=home / "no-config")
 
 

@@ -88,7 +88,7 @@ PUBLISHED: Mapping[str, PublishedTemplate] = {
 class TemplateTokenizer(FakeTokenizer):
     """One token per byte, and one for each tag of the template that looks like a special token."""
 
-    special_tokens: tuple[SpecialToken, ...]  # type: ignore[assignment]
+    special_tokens: tuple[SpecialToken, ...]
 
     def __init__(self, source: str, ends: Sequence[str]) -> None:
         parts = [text for text in _PARTS if text in source]

@@ -13,4 +13,4 @@ Together they are a server for one machine. `cluster/` is optional and has the s
 that share agents, and models split over processes. The others do not import it.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -14,13 +14,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.attack.connections import Connections
 from tests.attack.damage import DamagedFiles
 from tests.attack.fuzz import FuzzedRequests
+from tests.attack.images import HostileImages
 from tests.attack.imports import TamperedImports
 from tests.attack.kills import Kills
 from tests.attack.races import Races
@@ -36,6 +37,7 @@ KINDS: dict[str, type[Attack]] = {
         FuzzedRequests,
         HostileSchemas,
         HostileTemplates,
+        HostileImages,
         TamperedImports,
         Connections,
         Races,
@@ -63,6 +65,7 @@ class Outcome:
     num_requests: int
     findings: tuple[Finding, ...]
     seconds: float
+    answers: Mapping[int, int]
 
 
 def carry_out(attack: Attack, seed: int, rounds: Iterable[int]) -> Outcome:
@@ -81,7 +84,14 @@ def carry_out(attack: Attack, seed: int, rounds: Iterable[int]) -> Outcome:
     with _noted(attack):
         attack.close()
     seconds = time.monotonic() - started
-    return Outcome(attack.kind, num_rounds, attack.num_requests, tuple(attack.findings), seconds)
+    return Outcome(
+        attack.kind,
+        num_rounds,
+        attack.num_requests,
+        tuple(attack.findings),
+        seconds,
+        attack.answers,
+    )
 
 
 @contextlib.contextmanager
@@ -101,6 +111,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
     for done in outcomes:
         counts = f"{done.num_rounds:>7} {done.num_requests:>9} {len(done.findings):>9}"
         lines.append(f"{done.kind:<12} {counts} {done.seconds:>8.0f}")
+        if done.answers:
+            answers = (f"{status}: {number:,}" for status, number in sorted(done.answers.items()))
+            lines.append(f"  answers by status: {', '.join(answers)}")
     return "\n".join(lines)
 
 
@@ -111,10 +124,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10, help="length of all kinds together")
     parser.add_argument("--kinds", nargs="*", choices=[*KINDS, []], default=[], help="only these")
     parser.add_argument("--rounds", type=int, default=None, help="rounds of each kind, not minutes")
+    parser.add_argument(
+        "--requests", type=int, default=FuzzedRequests.requests_a_round, help="of a round of fuzz"
+    )
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     given = parser.parse_args(arguments)
     seed = given.seed if given.seed is not None else secrets.randbelow(10**6)
     kinds = given.kinds or list(KINDS)
+    FuzzedRequests.requests_a_round = given.requests
     seconds = float("inf") if given.rounds is not None else given.minutes * 60 / len(kinds)
     outcomes = []
     # Its servers end with it, however it ends.
@@ -127,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 attack = KINDS[kind](Path(place) / kind, truth)
                 outcome = carry_out(attack, seed, numbers(given.first, given.rounds, seconds))
                 outcomes.append(outcome)
-                say(table([outcome]).splitlines()[1])
+                say("\n".join(table([outcome]).splitlines()[1:]))
         finally:
             truth.close()
     report(outcomes, seed)

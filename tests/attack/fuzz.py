@@ -5,8 +5,11 @@ documented refusals, and is as healthy as before. Requests of a foreign web page
 where its name was made to lead to this machine (DNS rebinding).
 """
 
+import itertools
 import json
 import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import httpx
@@ -14,7 +17,7 @@ import httpx
 from tests.attack.mutations import VALID, pack, spoil, spoil_headers
 from tests.attack.site import DOCUMENTED_FAILURES, ServerAttack
 
-REQUESTS_A_ROUND = 20
+_AT_ONCE = 8
 _AGENTS = ("fuzz-a", "fuzz-b")
 _OBEYED = "/admin/drain"  # needs no body, and a server that was told to drain refuses work
 _STRANGE_IDS = ("nobody", "a" * 300, "%00", "%ff", "..%2f..", "a b", "%F0%9F%92%A5", "x" * 128)
@@ -26,9 +29,10 @@ _REBOUND = (b"evil.example", b"evil.example:8000", b"localhost.evil.example", b"
 
 
 class FuzzedRequests(ServerAttack):
-    """Each round some requests, then a look at the server."""
+    """Each round some requests, several at a time, then a look at the server."""
 
     kind: ClassVar[str] = "fuzz"
+    requests_a_round = 20
     options: ClassVar[tuple[str, ...]] = ("--allow-remote",)  # a local address stays local
 
     def open(self) -> None:
@@ -52,28 +56,37 @@ class FuzzedRequests(ServerAttack):
         self._response_id = self.server.http.post("/v1/responses", json=body).json()["id"]
 
     def run_round(self, dice: random.Random) -> None:
-        for _ in range(REQUESTS_A_ROUND):
-            self._send_one(dice)
+        sends = (self._draw(dice) for _ in range(self.requests_a_round))
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            # A few are drawn ahead, and not all: packed bodies are large.
+            while waiting := list(itertools.islice(sends, 4 * _AT_ONCE)):
+                list(pool.map(lambda send: send(), waiting))
         self.check_server()
         self._send_foreign(dice)
         self._send_rebound(dice)
 
-    def _send_one(self, dice: random.Random) -> None:
+    def _draw(self, dice: random.Random) -> Callable[[], None]:
+        """Choose the next request; returns what sends it."""
         method, path = dice.choice([each for each in self._operations if each[1] != _OBEYED])
         content = spoil(dice.choice(VALID.get(path, [{}])), dice)
         headers = spoil_headers(dice)
         if dice.random() < 0.1:
             content, encoding = pack(content, dice)
             headers |= encoding
+        place = self._place(path, dice)
         self.num_requests += 1
+        return lambda: self._send(method, path, place, content, headers)
+
+    def _send(
+        self, method: str, path: str, place: str, content: bytes, headers: dict[bytes, bytes]
+    ) -> None:
         try:
-            answer = self.server.http.request(
-                method, self._place(path, dice), content=content, headers=headers
-            )
+            answer = self.server.http.request(method, place, content=content, headers=headers)
         except httpx.HTTPError as error:
             self.find(f"{method} {path}: {error!r}; {content[:300]!r} {headers}")
             return
         status = answer.status_code
+        self.answers[status] += 1
         if status >= 500 and status not in DOCUMENTED_FAILURES:
             self.find(f"{method} {path}: {status} {answer.text[:200]}; {content[:300]!r} {headers}")
         elif "internal_error" in answer.text:
@@ -92,6 +105,7 @@ class FuzzedRequests(ServerAttack):
         place = self._known_place(path)
         self.num_requests += 1
         answer = self.server.http.request(method, place, content=content, headers=headers)
+        self.answers[answer.status_code] += 1
         if not 400 <= answer.status_code < 500:
             self.find(f"{method} {path} from a foreign page answers {answer.status_code}")
 
@@ -100,6 +114,7 @@ class FuzzedRequests(ServerAttack):
         path, host = dice.choice(self._reads), dice.choice(_REBOUND)
         self.num_requests += 1
         answer = self.server.http.get(self._known_place(path), headers={b"host": host})
+        self.answers[answer.status_code] += 1
         if answer.status_code != 400:
             self.find(f"GET {path} with the host {host!r} answers {answer.status_code}")
 

@@ -1,6 +1,7 @@
 """Valid requests, and ways to make them malformed."""
 
 import copy
+import functools
 import gzip
 import json
 import math
@@ -93,6 +94,12 @@ VALID: dict[str, list[Any]] = {
         },
         {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 4, "stream": True},
     ],
+    "/v1/embeddings": [
+        {"model": MODEL, "input": ["one", "two"], "dimensions": 8, "encoding_format": "base64"},
+        {"model": MODEL, "input": [[5, 6, 7]], "normalize": False},
+    ],
+    "/v1/responses/input_tokens": [{"model": MODEL, "input": [_USER], "instructions": "Be brief."}],
+    "/v1/responses/compact": [{"model": MODEL, "input": [_USER, _PARTS], "instructions": "Short."}],
     "/v1/responses": [
         {
             "model": MODEL,
@@ -135,6 +142,32 @@ VALID: dict[str, list[Any]] = {
     "/v1/messages/count_tokens": [
         {"model": MODEL, "messages": _USED, "tools": [{"name": "w", "input_schema": _SCHEMA}]}
     ],
+    "/api/show": [{"model": MODEL}],
+    "/api/chat": [
+        {
+            "model": MODEL,
+            "messages": [_USER],
+            "options": {"num_predict": 4, **_SAMPLING, "stop": ["zz"]},
+            "keep_alive": "5m",
+            "logprobs": True,
+            "top_logprobs": 2,
+            "tools": [{"type": "function", "function": _FUNCTION}],
+        },
+        {"model": MODEL, "messages": [_USER], "format": _SCHEMA, "stream": False},
+    ],
+    "/api/generate": [
+        {
+            "model": MODEL,
+            "prompt": "one",
+            "system": "Be brief.",
+            "context": [5, 6, 7],
+            "raw": False,
+            "options": {"num_predict": 4},
+        }
+    ],
+    "/api/embed": [{"model": MODEL, "input": ["one", "two"], "dimensions": 8, "truncate": True}],
+    "/api/embeddings": [{"model": MODEL, "prompt": "one", "keep_alive": 60}],
+    "/admin/runtime": [{"draft_tokens": 4, "ahead_tokens": 0, "batch_window_ms": 1.0}],
     "/v1/agents": [
         {
             "id": "fuzz-new",
@@ -162,6 +195,9 @@ VALID: dict[str, list[Any]] = {
     ],
     "/v1/agents/{agent_id}/fork": [{"n": 1}, {"ids": ["fuzz-fork"], "turn_id": "turn_1"}],
     "/v1/agents/{agent_id}/rewind": [{"turn_id": None}, {"turn_id": "turn_1"}],
+    "/v1/agents/{agent_id}/compact": [
+        {"id": "fuzz-short", "instructions": "Short.", "keep_turns": 1, "max_tokens": 8, "seed": 7}
+    ],
     "/v1/agents/{agent_id}/evict": [{"to": "disk"}, {"to": "cold"}],
     "/v1/cache/gc": [{"orphan_age_s": 0}],
 }
@@ -321,7 +357,7 @@ def _shorten(value: Any, name: str = "") -> Any:
         return {key: _shorten(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, list):
         return [_shorten(inner) for inner in value]
-    is_count = name.startswith("max_") or name in {"n", "best_of"}
+    is_count = name.startswith("max_") or name in {"n", "best_of", "num_predict"}
     is_long = isinstance(value, int | float) and MAX_TOKENS < value <= 2**31
     return MAX_TOKENS if is_count and is_long else value
 
@@ -350,11 +386,25 @@ def spoil_headers(dice: random.Random) -> dict[bytes, bytes]:
     return headers
 
 
+@functools.cache
+def _spaces() -> tuple[Any, bytes]:
+    """A gzip stream that begins with 64 MB of spaces, and its bytes so far."""
+    stream = zlib.compressobj(wbits=31)
+    return stream, stream.compress(b" " * 2**26)
+
+
+def _expanding(content: bytes) -> bytes:
+    stream, begun = _spaces()
+    rest = stream.copy()
+    packed: bytes = begun + rest.compress(content) + rest.flush()
+    return packed
+
+
 _PACKINGS: tuple[tuple[bytes, Callable[[bytes], bytes]], ...] = (
     (b"gzip", gzip.compress),
     (b"deflate", zlib.compress),
     (b"gzip", lambda content: gzip.compress(b"") * 100_000 + gzip.compress(content)),
-    (b"gzip", lambda content: gzip.compress(content + b" " * 2**26)),
+    (b"gzip", _expanding),
     (b"gzip", lambda content: gzip.compress(gzip.compress(content))),
     (b"gzip", lambda content: gzip.compress(content)[:-5]),
 )

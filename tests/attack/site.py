@@ -7,6 +7,7 @@ the campaign's own directory.
 import contextlib
 import random
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +44,7 @@ def make_dice(seed: int, kind: str, number: int) -> random.Random:
 
 def client(url: str, timeout_s: float = PATIENCE_S) -> httpx.Client:
     """A client for one server on this machine."""
-    limits = httpx.Limits(max_keepalive_connections=4)
+    limits = httpx.Limits(max_keepalive_connections=8)
     return httpx.Client(base_url=url, timeout=timeout_s, trust_env=False, limits=limits)
 
 
@@ -144,6 +145,7 @@ class Attack(ABC):
         work: A directory of its own.
         truth: What replies should be.
         num_requests: How much was sent or done.
+        answers: How many answers there were by status, for the kinds that count them.
         findings: Promises that did not hold.
     """
 
@@ -151,6 +153,7 @@ class Attack(ABC):
     work: Path
     truth: Truth
     num_requests: int = 0
+    answers: Counter[int] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
     round: int = 0
 

@@ -36,6 +36,7 @@ ROUNDS: dict[str, list[int]] = {
     "fuzz": [0, 1, 2],
     "schemas": [0, 1, 2, 3],
     "templates": [0, 2],
+    "images": [0, 1, 2],
     "imports": [0, 1, 2, 3, 4, 6, 12],
     "connections": [0, 5],
     "races": [0, 1],

@@ -82,12 +82,24 @@ def small_model(starter_model_dir: Path, tmp_path_factory: pytest.TempPathFactor
     return made
 
 
-@pytest.mark.parametrize("durability", ["sync", "write_behind"])
-def test_a_torch_model(durability: str, small_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("durability, is_encrypted", [("sync", True), ("write_behind", False)])
+def test_a_torch_model(
+    durability: str, is_encrypted: bool, small_model: Path, tmp_path: Path
+) -> None:
     # Only float32 promises the same tokens in every batch.
     options = ["--model", str(small_model), "--dtype", "float32", "--disk-budget-mb", "20"]
     agents = make_agents(small_model.name, 3, max_tokens=12)
-    trial = Trial(tmp_path / "home", tmp_path, durability, options, agents, SEED, 8)
-    run(trial, f"torch, {durability}")
+    trial = Trial(
+        tmp_path / "home",
+        tmp_path,
+        durability,
+        options,
+        agents,
+        SEED,
+        most_replies=8,
+        changers=[Changer("changed", small_model.name, SEED)],
+        is_encrypted=is_encrypted,
+    )
+    run(trial, f"torch, {durability}{', encrypted' * is_encrypted}")
     replies = [done.reply for agent in agents for done in agent.received]
     assert len(set(replies)) > len(replies) // 2

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,7 +72,18 @@ class Node:
             )
 
     def await_up(self) -> None:
-        assert eventually(lambda: "Ray runtime started" in self._log.read_text(), 120), self._log
+        """Wait until it runs; on a busy machine Ray may give up, and is started again.
+
+        A raylet aborts if its agent is not up soon, and the command ends after thirty seconds. No
+        setting changes either.
+        """
+        end = time.monotonic() + 600
+        while "Ray runtime started" not in self._log.read_text():
+            assert time.monotonic() < end, self._log.read_text()[-3000:]
+            if self.process.poll() is not None:
+                Path("/tmp/ray/ray_current_cluster").unlink(missing_ok=True)  # noqa: S108 - Ray's own
+                self.process = self._start()
+            time.sleep(0.1)
 
     def replicas(self) -> list[int]:
         """The processes that hold a directory here."""
@@ -139,7 +150,7 @@ class RayFleet:
             self.driver = subprocess.Popen(  # noqa: S603 - our own command
                 command, stdout=sink, stderr=sink, env=environment(), cwd=self.config.parent
             )
-        is_over = eventually(lambda: "ready:" in self.said or self.driver.poll() is not None, 120)
+        is_over = eventually(lambda: "ready:" in self.said or self.driver.poll() is not None, 300)
         assert is_over, self.logs()
         assert self.driver.poll() is None, self.logs()
         return self.driver
@@ -163,11 +174,11 @@ class RayFleet:
     def node_of(self, pid: int) -> Node:
         return next(node for node in self.nodes if pid in node.replicas())
 
-    def await_replicas(self, number: int, timeout_s: float = 120) -> None:
+    def await_replicas(self, number: int, timeout_s: float = 300) -> None:
         """Wait until so many answer."""
         has_all = eventually(lambda: len(self.replicas()) == number, timeout_s)
         assert has_all, f"{self.replicas()}\n{self.logs()}"
-        assert eventually(lambda: answering(URL) >= set(self.replicas()), 60), self.logs()
+        assert eventually(lambda: answering(URL) >= set(self.replicas()), 120), self.logs()
 
     def logs(self) -> str:
         """The last words of the command and of every replica."""
@@ -212,6 +223,18 @@ def answering(url: str) -> set[int]:
         replies = (http.get(f"{url}/health/live", headers=named(i)) for i in range(30))
         return {served_by(reply) for reply in replies if reply.status_code == 200}
     return set()
+
+
+def names_for_each(url: str, pids: set[int], number: int) -> list[str]:
+    """Names of agents so that every process is the home of so many."""
+    found: dict[int, list[str]] = {pid: [] for pid in pids}
+    with httpx.Client(trust_env=False, timeout=60) as http:
+        for name in map("calm-{}".format, range(1000)):
+            home = served_by(http.get(f"{url}/v1/agents/{name}"))
+            found.setdefault(home, []).append(name)
+            if all(len(found[pid]) >= number for pid in pids):
+                return [name for pid in sorted(pids) for name in found[pid][:number]]
+    raise AssertionError(found)
 
 
 def served_by(reply: httpx.Response) -> int:
@@ -314,7 +337,7 @@ class Servers(Protocol):
     url: str
 
     def replicas(self) -> list[int]: ...
-    def await_replicas(self, number: int, timeout_s: float = 120) -> None: ...
+    def await_replicas(self, number: int, timeout_s: float = 300) -> None: ...
     def logs(self) -> str: ...
 
 
@@ -329,11 +352,12 @@ class TalkingAgents:
         max_tokens: int = 200,
         *,
         pause_s: float = 0.0,
+        names: Sequence[str] = (),
     ) -> None:
         self._fleet = fleet
         self._prefix = prefix
         self._began = time.monotonic()
-        names = map(f"{prefix}-{{}}".format, range(num_agents))
+        names = names or [f"{prefix}-{number}" for number in range(num_agents)]
         self.talkers = [TalkingAgent(fleet.url, name, max_tokens, pause_s) for name in names]
         self._is_over = threading.Event()
         self._threads = [
@@ -355,7 +379,7 @@ class TalkingAgents:
             sys.stdout.write(f"{self.told()}\n{self._fleet.logs()}\n")
             return
         for thread in self._threads:
-            thread.join(90)
+            thread.join(300)
         assert not any(thread.is_alive() for thread in self._threads), "a turn never ended"
         sys.stdout.write(f"\n{self._prefix}: {self.told()}\n")
 
@@ -378,11 +402,11 @@ class TalkingAgents:
     def await_turns(self, more: int) -> None:
         """Wait until so many more turns are acknowledged."""
         end = self.num_turns + more
-        assert eventually(lambda: self.num_turns >= end, 100), self.told()
+        assert eventually(lambda: self.num_turns >= end, 300), self.told()
 
     def await_stream(self) -> int:
         """Wait until a stream says something; returns the process that it is on."""
-        assert eventually(self._open, 60), self.told()
+        assert eventually(self._open, 120), self.told()
         return next(iter(self._open()))
 
     def _open(self) -> set[int]:

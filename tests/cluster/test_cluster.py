@@ -16,7 +16,13 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster.rig import RayFleet, TalkingAgents, require_cluster, running_fleet
+from tests.cluster.rig import (
+    RayFleet,
+    TalkingAgents,
+    names_for_each,
+    require_cluster,
+    running_fleet,
+)
 from tests.smoke.server_process import serve
 from tests.waiting import eventually
 
@@ -103,12 +109,14 @@ def test_its_node_is_killed(fleet: RayFleet) -> None:
 
 def test_replicas_come_and_go_with_the_load(fleet: RayFleet) -> None:
     with TalkingAgents(fleet, "load", 24) as talk:
-        assert eventually(lambda: len(fleet.replicas()) == 4, 120), talk.told()
+        assert eventually(lambda: len(fleet.replicas()) == 4, 300), talk.told()
         talk.await_turns(24)
     began = time.monotonic()
     many = set(fleet.replicas())
-    with TalkingAgents(fleet, "calm", 8, LONG) as calm:  # on all four, until one is to stop
-        assert eventually(lambda: len(fleet.replicas()) == 3, 120), calm.told()
+    # Ray chooses who stops, so that all four have streams until then.
+    names = names_for_each(fleet.url, many, 2)
+    with TalkingAgents(fleet, "calm", len(names), LONG, names=names) as calm:
+        assert eventually(lambda: len(fleet.replicas()) == 3, 300), calm.told()
     sys.stdout.write(f"\n4 to 3 replicas after {time.monotonic() - began:.0f} s\n")
     assert not talk.failures + calm.failures
     gone = many - set(fleet.replicas())
@@ -124,12 +132,12 @@ def test_streams_end_before_the_cluster_stops(fleet: RayFleet, tmp_path: Path) -
         time.sleep(1)  # requests in flight have ended
         talk.await_stream()
         fleet.driver.send_signal(signal.SIGINT)
-        assert eventually(lambda: "stopping:" in fleet.said, 10)
+        assert eventually(lambda: "stopping:" in fleet.said, 60)
         seen, turns = talk.tokens_seen, talk.num_turns
     assert not talk.failures
     assert talk.num_turns > turns
     assert talk.tokens_seen > seen
-    assert fleet.driver.wait(60) == 0
+    assert fleet.driver.wait(300) == 0
     # A plain server finds what was said, and uploaded at the end.
     with (
         serve(tmp_path, tmp_path / "log", "--config", str(fleet.config)) as server,
@@ -144,11 +152,11 @@ def test_streams_end_before_the_cluster_stops(fleet: RayFleet, tmp_path: Path) -
 
 
 def test_the_head_is_killed_and_comes_back(fleet: RayFleet) -> None:
-    if fleet.driver.poll() is not None:  # the test before stopped it
+    if fleet.driver.poll() is not None:  # a test before stopped it
         fleet.run_command()
     fleet.await_replicas(3)
     before = fleet.replicas()
-    # A node that does not start within thirty seconds gives up, whatever else the machine does.
+    # The load is small: Ray's head gives up if it does not start within thirty seconds.
     with TalkingAgents(fleet, "head", 6, 50, pause_s=0.5) as talk:
         talk.await_turns(6)
         fleet.head.kill()
@@ -159,5 +167,5 @@ def test_the_head_is_killed_and_comes_back(fleet: RayFleet) -> None:
     talk.check()
     # Who dies is replaced again.
     os.kill(fleet.replicas()[0], signal.SIGKILL)
-    assert eventually(lambda: len(set(fleet.replicas()) - set(before)) == 1, 120), fleet.logs()
+    assert eventually(lambda: len(set(fleet.replicas()) - set(before)) == 1, 300), fleet.logs()
     fleet.await_replicas(3)

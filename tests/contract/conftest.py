@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import pytest
 import torch
 
+from semantic.adapters.outbound.backends.common import SequenceBackend
 from semantic.adapters.outbound.backends.fake import FakeBackend, fake_spec
 from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
@@ -139,6 +140,16 @@ _NAMES = (
 )
 
 
+# One architecture for each way to keep KV cache: full attention, windows, several shapes, latents
+# and states. For tests of what does not depend on how a model computes.
+_KINDS = (
+    *_FAKES,
+    *(f"torch-{family}" for family in ("llama", "gemma3", "gemma4", "qwen3-next")),
+    *(f"mlx-{family}" for family in ("llama", "gemma3", "deepseek-v3", "qwen3-next")),
+)
+each_kind = pytest.mark.parametrize("subject", _KINDS, indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session", params=_NAMES)
 def subject(
     request: pytest.FixtureRequest,
@@ -161,12 +172,17 @@ def subject(
 
 
 @pytest.fixture
-def backend(subject: Subject) -> Iterator[ModelBackendPort]:
-    made = subject.make()
-    yield made
-    # A tiny model leaves nothing that is worth waiting for PyTorch's allocator.
-    if not isinstance(made, TorchBackend):
+def backend(subject: Subject, shared_backend: ModelBackendPort) -> Iterator[ModelBackendPort]:
+    """A backend without sequences. One that loads a model serves many tests: that takes longer."""
+    if not isinstance(shared_backend, SequenceBackend):
+        made = subject.make()
+        yield made
         made.shutdown()
+        return
+    yield shared_backend
+    for seq in list(shared_backend._sequences):
+        shared_backend.close_sequence(seq)
+    assert shared_backend.memory() == 0
 
 
 @pytest.fixture(scope="session")

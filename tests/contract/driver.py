@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from semantic.domain.images.spans import ImageSpan, spans_within
 from semantic.domain.sampling import SamplingParams, TokenLogprob
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import (
@@ -42,6 +43,7 @@ class Run:
     Attributes:
         tokens: Those it was given, and after `num_prompt` those it sampled.
         num_held: How many of them the backend has computed.
+        images: Those in the prompt.
     """
 
     backend: ModelBackendPort
@@ -50,6 +52,7 @@ class Run:
     num_prompt: int
     params: SamplingParams = GREEDY
     num_held: int = 0
+    images: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
         self.tokens = list(self.tokens)
@@ -64,7 +67,8 @@ class Run:
         left = self.tokens[self.num_held :]
         tokens = left if size is None else left[:size]
         draw = Draw(self.params, self.num_prompt, allowed) if len(tokens) == len(left) else None
-        return Chunk(self.seq, self.num_held, tuple(tokens), draw)
+        images = spans_within(self.images, self.num_held, self.num_held + len(tokens))
+        return Chunk(self.seq, self.num_held, tuple(tokens), draw, images=images)
 
     def chunk_of_last(self, *, allowed: bytes | None = None) -> Chunk:
         """The token sampled last, by reference."""
@@ -111,11 +115,15 @@ class Run:
 
 
 def begin(
-    backend: ModelBackendPort, seq: int, tokens: Sequence[int], params: SamplingParams = GREEDY
+    backend: ModelBackendPort,
+    seq: int,
+    tokens: Sequence[int],
+    params: SamplingParams = GREEDY,
+    images: tuple[ImageSpan, ...] = (),
 ) -> Run:
     """Open a sequence with a prompt."""
-    run = Run(backend, SequenceId(seq), [*tokens], len(tokens), params)
-    backend.open_sequence(run.seq, run.tokens)
+    run = Run(backend, SequenceId(seq), [*tokens], len(tokens), params, images=images)
+    backend.open_sequence(run.seq, run.tokens, images)
     return run
 
 

@@ -11,7 +11,7 @@ from semantic.domain.errors import CacheCorruptionError, InvalidRequestError
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import ModelBackendPort, RowFailed, SequenceId, Step
-from tests.contract.conftest import Alone, Subject
+from tests.contract.conftest import Alone, Subject, each_kind
 from tests.contract.driver import (
     NUM_REPLY,
     Run,
@@ -306,6 +306,7 @@ def test_any_history(
     assert shared_backend.memory() == 0
 
 
+@each_kind
 def test_a_device_reports_its_memory(shared_backend: ModelBackendPort) -> None:
     memory = shared_backend.device_memory()
     assert memory is None or 0 < memory.used <= memory.total
@@ -349,6 +350,7 @@ def test_embedding_leaves_replies_as_they_are(backend: ModelBackendPort, alone: 
     assert run.finish() == alone(prompt(12))
 
 
+@each_kind
 @pytest.mark.parametrize(
     "start, tokens", [(0, [10**6]), (0, []), (5, [1])], ids=["unknown id", "nothing", "a gap"]
 )

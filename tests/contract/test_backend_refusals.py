@@ -17,7 +17,7 @@ from semantic.ports.backend import (
     SequenceId,
     Step,
 )
-from tests.contract.conftest import Alone, Subject
+from tests.contract.conftest import Alone, Subject, each_kind
 from tests.contract.driver import (
     GREEDY,
     NUM_REPLY,
@@ -33,7 +33,7 @@ from tests.contract.driver import (
     step,
 )
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, each_kind]
 
 NOTHING = mask()
 

@@ -7,7 +7,7 @@ import pytest
 
 from semantic.domain.sampling import SamplingParams, TokenLogprob
 from semantic.ports.backend import ModelBackendPort, SequenceId
-from tests.contract.conftest import Alone
+from tests.contract.conftest import Alone, each_kind
 from tests.contract.driver import (
     GREEDY,
     Run,
@@ -21,7 +21,7 @@ from tests.contract.driver import (
     step,
 )
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, each_kind]
 
 SEEDED = SamplingParams(temperature=1, seed=1234)
 PENALISED = SamplingParams(

@@ -6,7 +6,7 @@ import pytest
 
 from semantic.domain.sampling import TokenLogprob
 from semantic.ports.backend import Chunk, Computed, ModelBackendPort, RowFailed
-from tests.contract.conftest import Alone
+from tests.contract.conftest import Alone, each_kind
 from tests.contract.driver import (
     GREEDY,
     NUM_REPLY,
@@ -19,7 +19,7 @@ from tests.contract.driver import (
     step,
 )
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, each_kind]
 
 TOKENS = prompt(29)
 ENDS = (1, 9, 10, 24, len(TOKENS))

@@ -13,6 +13,7 @@ import pytest
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.cluster.ports import LeaseStorePort
 from semantic.domain.agents import Agent, Pointer
+from semantic.domain.chat import images_in
 from semantic.domain.errors import CachePersistenceError, ConflictError
 from semantic.ports.storage import (
     AdvanceHead,
@@ -20,6 +21,7 @@ from semantic.ports.storage import (
     LedgerPort,
     MarkDurable,
     PutAgent,
+    PutImage,
     PutPart,
     PutReplay,
     PutTenant,
@@ -31,9 +33,11 @@ from semantic.ports.storage import (
 from tests.unit.adapters.outbound.ledger.ledger_values import (
     ROOT,
     agent_of,
+    image_of,
     name_of,
     part_of,
     turn_of,
+    turn_with,
 )
 from tests.waiting import await_that
 
@@ -109,6 +113,9 @@ def test_everything_is_there_for_the_next_server(open_ledger: Open) -> None:
     assert second.agents("local") == (agent,)
     assert second.turn("local", "t1") == turn
     assert second.place("local", "t1") == TurnPlace(3, turn.pointer)
+    ids = ["t1", *(f"missing-{i}" for i in range(1200))]
+    assert second.places("local", ids) == {"t1": TurnPlace(3, turn.pointer)}
+    assert second.places("acme", ids) == {}
     assert second.replay("local", b"key") == (7, 8)
     assert second.pointers() == (turn.pointer,)
     others = (second.turn("acme", "t1"), second.agent("acme", "coder"))
@@ -154,6 +161,52 @@ def test_turns_follow_their_blocks_and_unreachable_ones_go(ledger: LedgerPort) -
     assert ledger.turn("local", "t2") is None
     ledger.apply([DropAgent("local", "coder")], is_synced=False)
     assert (ledger.agents("local"), ledger.pointers()) == ((), ())
+
+
+def test_images_are_kept_once_for_each_tenant_while_a_turn_refers_to_them(
+    open_ledger: Open,
+) -> None:
+    first, second = image_of(b"first" * 1000), image_of(b"second")
+    ledger = open_ledger()
+    files = [PutImage("local", image.digest, image.data, 1.0) for image in (first, second)]
+    turns = [turn_with("t1", first, second), turn_with("t2", first, parent="t1")]
+    ledger.apply([*files, *(PutTurn("local", turn) for turn in turns)], is_synced=False)
+    ledger.apply([files[0], PutAgent(agent_of("coder", "t1"))], is_synced=False)
+    ledger.close()
+
+    ledger = open_ledger()
+
+    assert ledger.image("local", first.digest) == first.data
+    assert ledger.image("local", second.digest) == second.data
+    assert ledger.image("acme", first.digest) is None
+    stored = ledger.turn("local", "t1")
+    assert stored == turns[0]
+    assert [image.data for image in images_in(stored.messages)] == [b"", b""]
+    agents_and_turns = ledger.size_of(
+        PutAgent(agent_of("coder", "t1")), *(PutTurn("local", t) for t in (stored, turn_of("x")))
+    )
+    assert ledger.stored_bytes("local") > agents_and_turns + len(first.data) + len(second.data)
+    assert ledger.size_of(PutTurn("local", turns[0])) >= ledger.size_of(
+        PutTurn("local", stored)
+    ) + len(first.data) + len(second.data)
+    # The second turn goes; the first refers to both images.
+    assert ledger.forget_unreachable(before=99.0, replays_before=0.0) == 1
+    assert ledger.image("local", first.digest) == first.data
+    # The text of the first is removed, and with it both images at once.
+    ledger.apply([PutTurn("local", replace(stored, messages=()))], is_synced=False)
+    assert ledger.image("local", first.digest) is ledger.image("local", second.digest) is None
+
+
+def test_an_image_without_a_turn_waits_for_one(ledger: LedgerPort) -> None:
+    image = image_of(b"imported")
+    ledger.apply([PutImage("local", image.digest, image.data, 5.0)], is_synced=False)
+
+    assert ledger.forget_unreachable(before=4.0, replays_before=0.0) == 0
+    ledger.apply([PutImage("local", image.digest, image.data, 9.0)], is_synced=False)
+    assert ledger.forget_unreachable(before=8.0, replays_before=0.0) == 0
+    assert ledger.image("local", image.digest) == image.data
+    assert ledger.forget_unreachable(before=10.0, replays_before=0.0) == 1
+    assert ledger.image("local", image.digest) is None
 
 
 def test_the_first_salt_of_a_tenant_stays(open_ledger: Open) -> None:

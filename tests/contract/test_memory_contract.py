@@ -30,12 +30,12 @@ from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload, ModelBackendPort
-from tests.contract.conftest import Alone, Subject
+from tests.contract.conftest import Alone, Subject, each_kind
 from tests.contract.driver import prompt
 from tests.contract.models import BLOCK_TOKENS, WINDOW
 from tests.unit.application.engine_rig import GREEDY, EngineRig
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, each_kind]
 
 NUM_REPLY = 6
 HEAD = 21  # where the system prompt of all conversations ends: inside a block
@@ -61,10 +61,12 @@ class BenchLimits:
     Attributes:
         budget_tokens: Sequences of so many tokens fit its memory.
         extra_bytes: Memory beyond that.
+        disk_bytes: Its budget on disk.
     """
 
     budget_tokens: tuple[int, ...] = (6000,)
     extra_bytes: int = 0
+    disk_bytes: int = 2**30
     max_idle: int = 0
     prefill_step_size: int = 16
 
@@ -91,7 +93,7 @@ class MemoryBench(EngineRig[ModelBackendPort]):
         self.files = GatedFiles(directory)
         self.ledger = SqliteLedger(directory)
         state = self.ledger.load()
-        self.disk = DiskTier(self.files, self.ledger, DiskLimits(2**30, 2**26))
+        self.disk = DiskTier(self.files, self.ledger, DiskLimits(self._limits.disk_bytes, 2**26))
         budget = backend.bytes_for(self._limits.budget_tokens) + self._limits.extra_bytes
         store = AgentCacheStore(BlockPool(backend.spec, budget), self.disk)
         store.restore_index(state.parts)

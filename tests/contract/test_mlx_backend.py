@@ -62,6 +62,37 @@ def llama(mlx_model: GetModel) -> Iterator[ModelBackendPort]:
     made.shutdown()
 
 
+# -- the device's memory ------------------------------------------------------------------------
+
+
+def small_device(model: TinyModel, num_bytes: int) -> ModelBackendPort:
+    from semantic.adapters.outbound.backends.mlx.backend import MlxBackend
+    from semantic.adapters.outbound.backends.mlx.loading import MlxOptions
+
+    options = MlxOptions(dtype="float32", device_bytes=num_bytes)
+    return MlxBackend.from_directory(model.directory, model.spec, options)
+
+
+def test_a_small_device_limits_sequences_and_its_memory_is_accounted_for(
+    mlx_model: GetModel,
+) -> None:
+    made = small_device(mlx_model("llama"), 64 * 2**20)
+    finish([begin(made, 0, prompt(40))], 3)
+    memory, room, held = made.device_memory(), made.traits.kv_room, made.bytes_for([43])
+    made.shutdown()
+    assert memory is not None
+    assert memory.total == 64 * 2**20
+    assert memory.weights > 0
+    assert memory.sequences == held
+    assert room == 56 * 2**20 - memory.weights
+    assert memory.scratch == memory.used - memory.weights - memory.sequences - memory.cached
+
+
+def test_a_model_that_leaves_no_room_on_the_device_is_refused(mlx_model: GetModel) -> None:
+    with pytest.raises(InvalidRequestError, match="no room for"):
+        small_device(mlx_model("llama"), 2**17)
+
+
 # -- the same numbers ---------------------------------------------------------------------------
 
 

@@ -37,6 +37,15 @@ def sharded(model: TinyModel, library: Library) -> ShardedBackend:
     return load_sharded(model.directory, model.spec, settings, library)
 
 
+def require_two_devices() -> None:
+    """Skip the test on a machine with one GPU: NCCL wants another for each process."""
+    require_mlx()
+    import mlx.core as mx
+
+    if mx.cuda.is_available() and mx.device_count(mx.gpu) < 2:
+        pytest.skip("needs two GPUs, one for each process")
+
+
 @pytest.fixture(params=["torch-llama", "mlx-llama"])
 def both(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -45,7 +54,7 @@ def both(
     library, _, family = request.param.partition("-")
     directory = tmp_path_factory.mktemp(request.param)
     if library == "mlx":
-        require_mlx()
+        require_two_devices()
         model = write_mlx_model(directory, family)
         whole = make_mlx(model)
     else:

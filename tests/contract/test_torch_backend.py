@@ -66,26 +66,6 @@ def test_state_in_the_format_a_server_chooses_is_restored_exactly(tiny_model: Ge
     assert restored(run, seq=2).finish() == straight.finish()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_state_travels_through_pinned_memory(tiny_model: GetModel, family: str) -> None:
-    """It leaves while the next steps are computed, is cut, and comes back."""
-    model = tiny_model(family)
-    options = TorchOptions(dtype="float32", pinned_bytes=2**28)
-    backend = TorchBackend(model.directory, model.spec, options)
-    straight, run = begin(backend, 0, prompt(90)), begin(backend, 1, prompt(90))
-    blocks = run.seal(40, 80)
-    assert all(not isinstance(b.source, bytes | memoryview) for p in blocks[0] for b in p.buffers)
-    reply = run.finish()
-    assert reply == straight.finish()
-    backend.close_sequence(run.seq)
-    for seq, end in ((2, 80), (3, 40)):
-        again = begin(backend, seq, prompt(90))
-        again.load(blocks[: end // 40], end)
-        assert again.finish() == reply
-    backend.shutdown()
-
-
 # -- payloads of others -------------------------------------------------------------------------
 
 
@@ -234,7 +214,7 @@ def test_a_failed_step_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
         max_position_embeddings=16,
     )
     model = write_model(tmp_path, config)
-    options = TorchOptions(dtype="float32", device="cpu")
+    options = TorchOptions(dtype="float32")
     backend = TorchBackend(model.directory, model.spec, options)
     expected = begin(backend, 0, prompt(9)).finish(4)
     run, too_long = begin(backend, 1, prompt(9)), begin(backend, 2, prompt(30))

@@ -9,12 +9,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.forward import bypass_hooks
 from semantic.adapters.outbound.backends.torch.loading import (
     DType,
     TorchOptions,
     WeightsOption,
-    bypass_hooks,
-    choose_device,
     choose_dtype,
     choose_threads,
     make_plan,
@@ -31,23 +30,21 @@ pytestmark = pytest.mark.contract
 
 
 def test_the_dtype_is_measured_unless_given() -> None:
-    cpu = torch.device("cpu")
-    assert choose_dtype("float32", cpu) == (torch.float32, "requested")
-    dtype, reason = choose_dtype("auto", cpu)
+    assert choose_dtype("float32") == (torch.float32, "requested")
+    dtype, reason = choose_dtype("auto")
     assert dtype is torch.float32 or HAS_BFLOAT16
     assert "times as fast as" in reason
 
 
 def test_a_measured_dtype_is_kept_for_the_same_device() -> None:
-    cpu = torch.device("cpu")
     for dtype in ("bfloat16", "float32"):
         known = Compute("cpu", dtype, 1, "PyTorch", "measured before")
-        chosen = choose_dtype("auto", cpu, ComputeHint(known))
+        chosen = choose_dtype("auto", ComputeHint(known))
         assert chosen == (getattr(torch, dtype), "measured before")
-        assert choose_dtype("float16", cpu, ComputeHint(known))[0] is torch.float16
+        assert choose_dtype("float16", ComputeHint(known))[0] is torch.float16
     for device, dtype in (("cuda", "bfloat16"), ("cpu", "float16"), ("cpu", "nonsense")):
         known = Compute(device, dtype, 0, "PyTorch", "measured before")
-        assert "measured before" not in choose_dtype("auto", cpu, ComputeHint(known))[1]
+        assert "measured before" not in choose_dtype("auto", ComputeHint(known))[1]
 
 
 @pytest.mark.parametrize(
@@ -86,15 +83,6 @@ def test_threads_are_the_process_own_cores_unless_given(monkeypatch: pytest.Monk
     assert choose_threads(0) == len(os.sched_getaffinity(0))
 
 
-def test_a_missing_cuda_device_is_named() -> None:
-    if torch.cuda.is_available():
-        assert choose_device("auto").type == "cuda"
-    else:
-        assert choose_device("auto").type == "cpu"
-        with pytest.raises(InvalidRequestError, match="no CUDA device"):
-            choose_device("cuda")
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_quantised_weights_need_float32_and_the_native_library(
     tiny_model: GetModel, native: NativeBuild, dtype: DType
@@ -112,7 +100,7 @@ def test_quantised_weights_run_in_the_native_library_unless_a_dtype_is_given(
     if native.library() is None:
         pytest.skip(native.reason)
     directory = tiny_model("llama").directory
-    plan = make_plan(directory, TorchOptions(device="cpu", weights=weights, native=native))
+    plan = make_plan(directory, TorchOptions(weights=weights, native=native))
     assert (plan.dtype, plan.library) == (torch.float32, native.library())
     assert plan.reason == "the native kernels for quantised weights use it"
 

@@ -24,11 +24,12 @@ Lines = dict[str, str]
 RunProgram = Callable[[Sequence[str], Sequence[str], Sequence[str]], Lines]
 
 SOURCE = Path(variants.__file__).with_name("source")
-FLAGS = ("-std=gnu11", "-O1", "-ffp-contract=off", "-fno-math-errno", "-static", "-pthread")
+FLAGS = ("-std=gnu11", "-O1", "-ffp-contract=off", "-fno-math-errno", "-pthread")
 BY_NAME = {variant.name: variant.flags for variant in VARIANTS}
 IS_ARM = platform.machine() in ("aarch64", "arm64")
 FOREIGN = "x86_64" if IS_ARM else "aarch64"
 FOREIGN_COMPILER = f"{FOREIGN}-linux-gnu-gcc"
+EMULATOR = (f"qemu-{FOREIGN}", "-cpu", "max", "-L", f"/usr/{FOREIGN}-linux-gnu")
 
 
 @pytest.fixture(scope="session")
@@ -78,11 +79,8 @@ def check(found: Lines, reference: Lines) -> None:
 def test_the_other_architecture_gives_the_same_bytes(
     run_program: RunProgram, reference: Lines, name: str
 ) -> None:
-    need(FOREIGN_COMPILER, f"qemu-{FOREIGN}")
-    check(
-        run_program([FOREIGN_COMPILER], BY_NAME[name], [f"qemu-{FOREIGN}", "-cpu", "max"]),
-        reference,
-    )
+    need(FOREIGN_COMPILER, EMULATOR[0])
+    check(run_program([FOREIGN_COMPILER], BY_NAME[name], EMULATOR), reference)
 
 
 @pytest.mark.parametrize("name", [variant.name for variant in VARIANTS if variant is not SCALAR])

@@ -12,6 +12,7 @@ from semantic.adapters.inbound.anthropic.requests import MessagesRequest
 from semantic.adapters.inbound.http import streaming
 from semantic.domain.agents import LOCAL_TENANT
 from tests.http_server import RunningServer, make_settings, run_server
+from tests.pictures import anthropic_image, picture
 from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
@@ -20,7 +21,7 @@ SETTINGS = {"max_body_mb": 0.3}
 
 HI = [{"role": "user", "content": "hi"}]
 INVALID = "invalid_request_error"
-NO_IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
+IMAGE = anthropic_image(picture())
 CALL = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
 BAD_TOOL = {
     "name": "f",
@@ -52,10 +53,10 @@ BAD_REQUESTS: list[tuple[str, Any, int, str, str]] = [
     ("an unknown role", body(messages=[{"role": "king", "content": ""}]), 400,
      INVALID, "messages[0].role: "),
     ("temperature out of range", body(temperature=-1), 400, INVALID, "temperature: "),
-    ("an image", body(messages=user(NO_IMAGE)), 400, INVALID, "images"),
+    ("an image", body(messages=user(IMAGE)), 400, INVALID, "images"),
     ("an image in a result",
-     body(messages=user({"type": "tool_result", "tool_use_id": "t", "content": [NO_IMAGE]})), 400,
-     INVALID, "messages[0].content[0].content[0]: "),
+     body(messages=user({"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]})), 400,
+     INVALID, "messages[0].content[0].content[0].source: "),
     ("a PDF", body(messages=user({"type": "document", "source": {"type": "base64"}})), 400,
      INVALID, "plain text"),
     ("a block without its text", body(messages=user({"type": "text"})), 400,
@@ -86,8 +87,8 @@ BAD_REQUESTS: list[tuple[str, Any, int, str, str]] = [
     ("such a schema in the older field", body(output_format={"type": "json_schema",
      "schema": {"type": "wish"}}), 400, INVALID, "output_format: "),
     ("an image after a system prompt", body(system="Hm.", messages=user({"type": "text",
-     "text": "x"}, NO_IMAGE)), 400, INVALID, "messages[0].content[1]: "),
-    ("an image in the system prompt", body(system=[NO_IMAGE]), 400, INVALID, "system: "),
+     "text": "x"}, IMAGE)), 400, INVALID, "messages[0].content[1].source: "),
+    ("an image in the system prompt", body(system=[IMAGE]), 400, INVALID, "system: "),
     ("only a reply after a system prompt", body(system="Hm.", messages=[*HI, *HI,
      {"role": "assistant", "content": [CALL]}]), 400, INVALID, "messages[2]: cannot continue"),
     ("a tool after one that is ignored", body(tools=[{"type": "web_search_1", "name": "s"},

@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 import typer
 
+from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.app import app, main
 from semantic.entrypoints.cli.launch import (
@@ -80,6 +81,10 @@ def test_an_agent_lives_at_the_command_line(run: Run) -> None:
     assert " (ann) More." in graph
     assert len(asked(run, "agents", "log", "ann", "--graph")["turns"]) == 3
     assert "> More." in run("agents", "log", "ann")
+    compared = run("agents", "compare", "ann", "ben")
+    assert "1 turn in common" in compared
+    assert "turn 2\nann\nMore." in compared
+    assert "ben\nAnother way." in compared
 
     assert "of the latest prompt's" in run("agents", "explain", "ann").casefold()
     assert (
@@ -121,6 +126,16 @@ def test_a_graph_nests_what_follows_a_turn_with_siblings(run: Run) -> None:
     depth = {line.split(" →")[0].split()[-1]: line.index("─") for line in graph}
     assert list(depth) == ["one", "two", "three", "other"]
     assert depth["one"] < depth["two"] == depth["other"] < depth["three"]
+
+
+def test_a_graph_nests_what_follows_a_root_that_is_a_head(run: Run) -> None:
+    run("chat", "root", "-m", "one", "--max-tokens", "2")
+    run("agents", "fork", "root", "fork")
+    for message in ("two", "three"):
+        run("chat", "fork", "-m", message, "--max-tokens", "2")
+    graph = [line for line in run("agents", "log", "root", "--graph").splitlines() if "→" in line]
+    depth = {line.split(" →")[0].split()[-1]: line.index("─") for line in graph}
+    assert depth["one"] < depth["two"] == depth["three"]
 
 
 def test_a_conversation_with_commands(run: Run) -> None:
@@ -268,6 +283,7 @@ JSON_COMMANDS = {
     "agents print": ("jo",),
     "agents pin": ("jo",),
     "agents fork": ("jo", "jo2"),
+    "agents compare": ("jo", "jo2"),
     "agents rewind": ("jo2", "1"),
     "agents rename": ("jo2", "jo4"),
     "agents export": ("jo",),
@@ -331,8 +347,9 @@ def test_every_command_that_prints_data_prints_json(run: Run, tmp_path: Path) ->
     (model / "config.json").write_text("{}")
     make_whole_model(model.with_name("whole"))
     commands = {*leaves(typer.main.get_command(app))} - WITHOUT_DATA
-    # Packs and compaction have tests of their own.
-    commands = {one for one in commands if not one.startswith("pack ")} - {"agents compact"}
+    # Packs, services and compaction have tests of their own.
+    others = ("pack ", "service ", "agents compact")
+    commands = {one for one in commands if not one.startswith(others)}
     assert JSON_COMMANDS.keys() == commands
     found: dict[str, Any] = {}
     for name, arguments in JSON_COMMANDS.items():
@@ -386,6 +403,16 @@ def test_doctor_does_not_advise_a_compiler_where_it_would_not_help(
     (kernels,) = (one for one in found if one["what"] == "CPU kernels")
     assert "there is no variant for riscv64 CPUs" in kernels["found"]
     assert kernels["advice"] == ""
+
+
+def test_doctor_advises_mlx_for_a_gpu_that_nothing_uses(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(runtime, "has_cuda_build", lambda: False)
+    found = asked(run, "doctor", "--home", str(tmp_path), "--port", "0", "--native", "off")
+    (gpu,) = (one for one in found if one["what"] == "NVIDIA GPU")
+    assert "'semantic-server[cuda]'" in gpu["advice"]
 
 
 def test_doctor_reports_problems(run: Run, tmp_path: Path) -> None:

@@ -248,6 +248,8 @@ def test_only_the_new_message_is_sent_and_the_rest_is_remembered(
     turns = get(http, "/v1/agents/a/turns")["data"]
     assert texts(turns) == ["be brief", "hello", first["text"], "and more", second["text"]]
     assert [turn["id"] for turn in turns] == [second["turn_id"], first["turn_id"]]
+    assert [turn["timing"] for turn in turns] == [second["timing"], first["timing"]]
+    assert min(first["timing"].values()) > 0
     assert get(http, "/v1/agents/a")["head"] == second["turn_id"]
 
 
@@ -285,6 +287,7 @@ def test_messages_may_be_spelled_out(http: httpx.Client) -> None:
         {},
         {"message": "a", "messages": [{"content": "b"}]},
         {"message": ""},
+        {"message": " \n"},
         {"messages": []},
         {"messages": [{"role": "tool", "content": "no call"}]},
         {"messages": [{"role": "assistant", "content": "mine"}]},
@@ -646,3 +649,30 @@ def test_an_agent_made_by_another_protocol_is_an_agent(
     assert diverged["before"].endswith("user\no")
     assert diverged["expected"].startswith("one"[1:])
     assert diverged["actual"].startswith("other"[1:])
+
+
+def test_two_branches_are_compared(http: httpx.Client) -> None:
+    make(http, id="a", system="Be brief. " * 40)
+    common = [say(http, "a", text)["turn_id"] for text in ("one", "two")]
+    post(http, "/v1/agents/a/fork", ids=["b", "same"])
+    own = [say(http, "a", "three")["turn_id"], say(http, "a", "four")["turn_id"]]
+    other = say(http, "b", "drei")
+    found = get(http, "/v1/agents/a/compare", **{"with": "b"})
+    assert (found["first_agent"], found["second_agent"]) == ("a", "b")
+    assert (found["common_turns"], found["fork"]) == (2, common[1])
+    latest = get(http, "/v1/agents/a/turns")["data"]
+    assert found["common_tokens"] == latest[2]["tokens"]
+    assert [turn["id"] for turn in found["first"]] == own
+    assert [turn["id"] for turn in found["second"]] == [other["turn_id"]]
+    assert other["reuse"]["computed"] < found["common_tokens"]  # it was computed once
+
+    short = get(http, "/v1/agents/a/compare", **{"with": "b", "limit": 1})
+    assert ([turn["id"] for turn in short["first"]], short["first_turns"]) == (own[:1], 2)
+    same = get(http, "/v1/agents/same/compare", **{"with": "a"})
+    assert (same["common_turns"], same["first"], same["second_turns"]) == (2, [], 2)
+    make(http, id="new")
+    none = get(http, "/v1/agents/new/compare", **{"with": "b"})
+    assert (none["common_turns"], none["common_tokens"], none["fork"]) == (0, 0, None)
+    assert len(none["second"]) == 3
+    assert http.get("/v1/agents/a/compare", params={"with": "nobody"}).status_code == 404
+    assert http.get("/v1/agents/a/compare").status_code == 400

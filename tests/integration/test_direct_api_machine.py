@@ -16,7 +16,7 @@ pytestmark = pytest.mark.integration
 SETTINGS = {"log_level": "error", "orphan_ttl_h": 0}
 
 IDS = st.sampled_from(["a", "b", "c", "d"])
-WORDS = st.text("xyz ", min_size=1, max_size=12)
+WORDS = st.text("xyz ", min_size=1, max_size=12).filter(str.strip)
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,9 @@ def test_the_report_on_state_in_another_dtype_is_true(
         assert get(http, "/v1/cache")["agents"] == {"hot": 0, "warm": 0, "cold": 1}
         told = get(http, "/v1/agents/ann/explain")
         assert told["next"] == state
-        assert f"starts cold and reuses 0 tokens. {CHANGED}" in told["summary"]
+        assert (
+            f"computes most of its prompt again and reuses 0 tokens. {CHANGED}" in told["summary"]
+        )
         capsys.readouterr()
         assert main(["agents", "show", "ann", "--server", running.url]) == 0
         assert CHANGED in " ".join(capsys.readouterr().out.split())

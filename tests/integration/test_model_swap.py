@@ -321,3 +321,23 @@ def test_models_are_recommended_and_deleted_over_http(http: httpx.Client) -> Non
     assert "serve another one first" in refused.json()["error"]["message"]
     assert http.delete(f"/admin/models/{other}").status_code == 400  # it has no files
     assert http.delete("/admin/models/nowhere").status_code == 404
+
+
+def test_a_model_is_downloaded_over_http(http: httpx.Client) -> None:
+    def downloads() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = http.get("/admin/models/downloads").json()["downloads"]
+        return found
+
+    name = "org/small-4bit"
+    started = http.post("/admin/models/downloads", json={"model": name})
+    assert (started.status_code, started.json()["state"]) == (202, "running")
+    await_that(lambda: downloads()[0]["done_bytes"] > 0)
+    assert downloads()[0]["total_bytes"] == 10**9
+    assert http.delete(f"/admin/models/downloads/{name}").status_code == 204
+    await_that(lambda: downloads()[0]["state"] == "stopped")
+    assert "small-4bit" not in states(http)
+    assert http.delete("/admin/models/downloads/fake").status_code == 404
+    refused = http.post("/admin/models/downloads", json={"model": "nowhere"})
+    assert refused.status_code == 404
+    listed = http.get("/admin/models").json()["models"]
+    assert all(model["max_context"] > 0 for model in listed)  # of those on disk, too

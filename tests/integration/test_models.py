@@ -22,7 +22,7 @@ from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.adapters.outbound.models.usage import ModelUsage
 from semantic.domain.errors import ConflictError, InvalidRequestError, ModelNotFoundError
 from semantic.domain.model_names import ModelNames, served_id
-from semantic.ports.backend import ModelEntry, ModelFacts
+from semantic.ports.models import FetchProgress, ModelEntry, ModelFacts
 from tests.unit.adapters.outbound.models.gguf.test_importing import Tiny
 
 pytestmark = pytest.mark.integration
@@ -148,6 +148,23 @@ def test_a_model_is_fetched_from_a_hub_with_its_progress(tmp_path: Path, hub: st
         models.fetch(models.find_model("org/other"), steps.append)
 
 
+def test_a_download_is_counted_and_stopped(
+    tmp_path: Path, hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, watched = catalogue(tmp_path, hub), FetchProgress()
+    models.fetch(models.find_model("org/small"), quiet, watched)
+    whole = sum(map(len, FILES.values()))
+    assert 3 * 2**20 <= watched.num_done == watched.num_total <= whole
+
+    monkeypatch.setitem(FILES, "model.safetensors", bytes(64 * 2**20))
+    monkeypatch.setitem(CHECKSUMS, "model.safetensors", "0" * 64)
+    models, stopped = catalogue(tmp_path / "again", hub), FetchProgress(is_stopped=True)
+    with pytest.raises(ModelNotFoundError, match="the download of org/small was stopped"):
+        models.fetch(models.find_model("org/small"), quiet, stopped)
+    assert stopped.num_done < 64 * 2**20
+    assert "org/small" not in [found.source for found in models.entries()]
+
+
 def test_an_interrupted_download_goes_on_where_it_stopped(tmp_path: Path, hub: str) -> None:
     directory = source(tmp_path, hub).resolve("org/small", quiet)
     (directory / "model.safetensors.index.json").write_text(
@@ -199,6 +216,12 @@ def test_models_are_deleted_where_this_server_put_them(tmp_path: Path, hub: str)
     assert theirs.exists()
     with pytest.raises(ModelNotFoundError):
         models.remove(ModelEntry("gone", "gone"))
+
+
+def test_the_starter_model_that_a_package_installed_is_not_deleted(tmp_path: Path) -> None:
+    models = catalogue(tmp_path)
+    with pytest.raises(InvalidRequestError, match="not put there by this server"):
+        models.remove(models.find_model("starter"))
 
 
 def test_models_are_listed_wherever_they_lie(tmp_path: Path) -> None:

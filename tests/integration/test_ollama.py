@@ -14,6 +14,7 @@ import pytest
 
 from semantic.ports.inbound import ModelState
 from tests.http_server import RunningServer, give_keys, make_settings, run_server
+from tests.pictures import base64_of, picture
 from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
@@ -165,6 +166,9 @@ def test_an_unknown_model_is_refused_in_ollamas_words(
 ) -> None:
     answer = http.post(f"/api/{path}", json={"model": "x", **fields})
     assert error_of(answer) == (404, "model 'x' not found")
+    half = json.dumps({"model": "\ud800", **fields})  # JSON can say it, UTF-8 cannot
+    answer = http.post(f"/api/{path}", content=half, headers={"content-type": "application/json"})
+    assert error_of(answer) == (404, "model '\\ud800' not found")
 
 
 def test_only_models_that_requests_may_name_are_listed(
@@ -305,7 +309,11 @@ def test_what_clients_send_by_habit_is_accepted(http: httpx.Client, fields: dict
     [
         ("chat", {"messages": HI, "think": True}, '"fake" does not support thinking'),
         ("chat", {"messages": HI, "think": "some"}, "think"),
-        ("chat", {"messages": [{"role": "user", "content": "x", "images": ["AA=="]}]}, "images"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": "x", "images": [base64_of(picture())]}]},
+            "messages[0].images[0]: ",
+        ),
         ("chat", {"messages": HI, "format": "xml"}, "format"),
         ("chat", {"messages": HI, "keep_alive": "soon"}, "keep_alive"),
         ("chat", {"messages": HI, "options": {"temperature": -1}}, "temperature"),
@@ -313,7 +321,7 @@ def test_what_clients_send_by_habit_is_accepted(http: httpx.Client, fields: dict
         ("chat", {"messages": HI, "options": {"num_ctx": "many"}}, "options.num_ctx"),
         ("chat", {"messages": [{"role": "nobody"}]}, "messages[0].role"),
         ("chat", {"messages": HI, "model": ""}, "model is required"),
-        ("generate", {"prompt": "x", "images": ["AA=="]}, "images"),
+        ("generate", {"prompt": "x", "images": [base64_of(picture())]}, "images[0]: "),
         ("generate", {"prompt": "x", "suffix": "y"}, "cannot fill in the middle"),
         ("generate", {"prompt": "x", "template": "y"}, "template"),
         ("generate", {"prompt": "x", "raw": True, "system": "y"}, "raw"),

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from semantic.adapters.inbound.openai.requests import ChatCompletionRequest
+from tests.pictures import openai_image, picture, responses_image
 
 pytestmark = pytest.mark.integration
 
@@ -23,7 +24,7 @@ JSON_FORM = {"type": "json_object"}
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}}
 BAD_SCHEMA = {"type": "object", "properties": {"a": {"type": "what"}}}
 MANY_WORDS = {f"word {index}": 1 for index in range(1025)}
-IMAGE = {"type": "image_url", "image_url": {"url": "data:x"}}
+IMAGE = openai_image(picture())
 TIME = {"type": "function", "function": {"name": "get_time"}}
 WEATHER = {"type": "function", "function": {"name": "get_weather"}}
 BAD_TOOL: dict[str, Any] = {
@@ -95,7 +96,7 @@ ONE: list[tuple[str, dict[str, Any], str, str]] = [
      "'text', 'image_url' or 'refusal'"),
     (CHAT, said({"type": "text"}), "messages[0].content[0].text", "required"),
     (CHAT, said({"type": "text", "text": "x"}, 5), "messages[0].content[1]", "object"),
-    (CHAT, said(IMAGE), "messages[0].content[0]", "images"),
+    (CHAT, said(IMAGE), "messages[0].content[0].image_url", "images"),
     (CHAT, {"messages": [*said(*[5] * 5000)["messages"], {"content": [5] * 5001}]}, "messages",
      "at most 10000 parts"),
     (CHAT, {"max_tokens": 0}, "max_tokens", "between 1 and"),
@@ -159,7 +160,11 @@ ONE: list[tuple[str, dict[str, Any], str, str]] = [
     (NEW, {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
      "input[0].content[0].type", "'input_file'"),
     (NEW, {"instructions": "x", "input": [*HELLO, {"role": "user", "content": [
-        {"type": "input_image", "image_url": "data:x"}]}]}, "input[1].content[0]", "images"),
+        responses_image(picture())]}]}, "input[1].content[0].image_url", "images"),
+    (NEW, {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+     "input[0].content[0].file_id", "stores no files"),
+    (NEW, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+     "input[0].content[0].image_url", "required"),
     (NEW, {"max_output_tokens": -2}, "max_output_tokens", "greater than"),
     (NEW, {"max_output_tokens": 0}, "max_output_tokens", "between 1 and"),
     (NEW, {"tools": [{"type": "function"}]}, "tools[0].name", "needs it"),

@@ -63,7 +63,11 @@ def test_nothing_comes_from_elsewhere(name: str) -> None:
 
 def test_licences_are_served_beside_third_party_files() -> None:
     assert {path.name for path in (STATIC / "vendor").glob("LICENSE.*")} == {
+        "LICENSE.diff",
+        "LICENSE.dompurify",
+        "LICENSE.highlight",
         "LICENSE.htm",
+        "LICENSE.marked",
         "LICENSE.preact",
         "LICENSE.uplot",
     }

@@ -269,6 +269,7 @@ def test_doctor_examines_an_agents_prompts_with_a_server_and_without(
         # The server logs to the same output.
         online, _ = json.JSONDecoder().raw_decode(printed, printed.index("{"))
         assert "there is no agent 'x'" in doctor("--agent", "x", "--port", port, status=2)
+    capfd.readouterr()  # the server's last lines
     offline = json.loads(doctor("--agent", "coder", "--port", "1", "--json"))
     assert offline == online
     (span,) = online["spans"]

@@ -42,6 +42,51 @@ os.execv(sys.argv[3], sys.argv[3:])"""
 _FIND = """(kind, text) => [...document.querySelectorAll(kind)].find((found) =>
   found.getClientRects().length && (found.innerText || found.value || "").includes(text))"""
 
+# Texts that are seen, and their contrast with what is behind them if that is less than 4.5.
+FAINT = """(() => {
+  const paper = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const numbers = (colour) => {
+    paper.clearRect(0, 0, 1, 1);
+    paper.fillStyle = colour;
+    paper.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = paper.getImageData(0, 0, 1, 1).data;
+    return [r, g, b, a / 255];
+  };
+  const mix = ([r, g, b, a], below) => [r, g, b].map((c, i) => c * a + below[i] * (1 - a));
+  const behind = (element) => element
+    ? mix(numbers(getComputedStyle(element).backgroundColor), behind(element.parentElement))
+    : [255, 255, 255];
+  const light = (colour) => colour
+    .map((c) => (c / 255 <= 0.04045 ? c / 3294.6 : ((c / 255 + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const opacity = (element) => element
+    ? getComputedStyle(element).opacity * opacity(element.parentElement) : 1;
+  const faint = [];
+  const check = (element, text, style) => {
+    const shown = opacity(element);
+    const box = element.getBoundingClientRect();
+    if (!element.checkVisibility({ visibilityProperty: true }) || box.width < 2 || !shown) return;
+    if (element.closest(":disabled, .hidden")) return;
+    const ground = behind(element);
+    const [r, g, b, a] = numbers(style.color);
+    const lights = [light(mix([r, g, b, a * shown], ground)), light(ground)].sort((x, y) => y - x);
+    const ratio = (lights[0] + 0.05) / (lights[1] + 0.05);
+    const where = `${element.tagName}.${element.className}`;
+    if (ratio < 4.5) faint.push(`${ratio.toFixed(2)} ${where}: ${text.slice(0, 40)}`);
+  };
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const text = texts.currentNode.data.trim();
+    const element = texts.currentNode.parentElement;
+    if (text && !element.closest("noscript")) check(element, text, getComputedStyle(element));
+  }
+  for (const element of document.querySelectorAll("[placeholder]")) {
+    const style = getComputedStyle(element, "::placeholder");
+    if (!element.value) check(element, element.placeholder, style);
+  }
+  return faint;
+})()"""
+
 
 def find_chromium() -> str | None:
     """Where the browser is; None if there is none."""
@@ -214,7 +259,7 @@ class Page:
 
     def press(self, key: str) -> None:
         """Press a key."""
-        codes = {"Enter": 13, "Escape": 27, "Delete": 46}
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowUp": 38, "ArrowDown": 40, "Delete": 46}
         text = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
         code = codes.get(key, ord(key.upper()) if len(key) == 1 else 0)
         for what in ("keyDown", "keyUp"):

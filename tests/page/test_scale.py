@@ -60,12 +60,14 @@ def root_of(server: Server) -> BlockName:
     return server.device.model.root(server.memory.agents.principal(LOCAL_TENANT))
 
 
-def populate(server: Server) -> None:
+def populate(
+    server: Server, num_agents: int = NUM_AGENTS, num_shared: int = NUM_SHARED // 10
+) -> None:
     """Make agents in groups of ten, each with a turn and a chain of blocks."""
     root = root_of(server)
-    num_tokens = (NUM_SHARED // 10 + NUM_OWN) * DEFAULT_BLOCK_TOKENS
-    for group in range(NUM_AGENTS // 10):
-        shared = seal_chain(server, root, group + 1_000_000, NUM_SHARED // 10)
+    num_tokens = (num_shared + NUM_OWN) * DEFAULT_BLOCK_TOKENS
+    for group in range(num_agents // 10):
+        shared = seal_chain(server, root, group + 1_000_000, num_shared)
         first = Turn(f"turn_{group}", None, "", (), (), 1, None, Usage(1), 1.0)
         for member in range(10):
             number = group * 10 + member
@@ -104,7 +106,7 @@ def paint(page: Page) -> float:
 def test_a_thousand_agents_are_listed(
     running: RunningServer, browser: Browser, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = browser.open(running.url)
+    page = browser.open(f"{running.url}/#/agents")
     page.await_true(f"document.querySelector('.chips b').innerText === '{NUM_AGENTS:,}'")
     listed = page.look("performance.now()")
     page.await_true("document.querySelectorAll('.rows .row').length > 10")

@@ -35,6 +35,34 @@ def test_tests_that_a_page_names_are_there() -> None:
         assert f"def {test}(" in (ROOT / path).read_text("utf-8"), f"{path}::{test}"
 
 
+def test_every_failure_of_a_peer_has_its_report_and_our_test() -> None:
+    page = (ROOT / "docs" / "cache-failures.md").read_text("utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| **")]
+    assert len(rows) >= 19
+    for failure, reports, ours in rows:
+        assert re.search(r"\(https://github\.com/[^)]+/(?:issues|pull)/\d+\)", reports), failure
+        assert _NAMED_TEST.search(ours), failure
+    named = {test for path, test in _NAMED_TEST.findall(page) if path.endswith("peer_failures.py")}
+    written = (ROOT / "tests/contract/test_peer_failures.py").read_text("utf-8")
+    assert named == set(re.findall(r"^def (test_\w+)", written, re.MULTILINE))
+
+
+def test_every_cell_of_the_comparison_names_its_source() -> None:
+    page = (ROOT / "docs" / "compare.md").read_text("utf-8")
+    table, sources = page.split("## Sources")
+    source = re.compile(r"^\| (\d+) \| (?:run|read) \| .+ \| (.*20\d\d.*) \| .+ \|$", re.MULTILINE)
+    dated = dict(source.findall(sources))
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    assert len(rows) > 8
+    named = set()
+    for feature, *peers, _ in rows[1:]:
+        for cell in peers:
+            found = re.findall(r"\[(\d+)\]", cell)
+            assert found or cell == "*not checked*", f"{feature}: {cell}"
+            named |= set(found)
+    assert named == set(dated)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_a_page_names_are_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

@@ -99,7 +99,7 @@ class TorchZooModel:
     def open_backend(self) -> ModelBackendPort:
         config = json.loads((self.directory / "config.json").read_text())
         spec = ModelCacheSpec.from_config(config, block_tokens=8)
-        options = TorchOptions("float32", device="cpu", num_threads=1)
+        options = TorchOptions("float32", num_threads=1)
         return TorchBackend(self.directory, spec, options)
 
     def library_reply(self, tokens: Sequence[int], _backend: ModelBackendPort) -> list[int]:

@@ -23,8 +23,8 @@ class EngineLimits:
 
     Attributes:
         target_step_ms: Target duration of a step with prompts while other sequences decode; it
-            limits the prompt tokens. None means twelve times a step without prompts: prefill then
-            takes little longer than alone, on any device.
+            limits the prompt tokens. None means twelve times a step without prompts, or more if
+            most of that is fixed costs: prefill then takes little longer than alone, on any device.
         max_idle: The idle copies take at most a share of the memory.
         ageing_s: Counts from the request's last service; see the scheduler.
     """

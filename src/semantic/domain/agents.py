@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from semantic.domain.blocks import BlockName, pack_tokens
 from semantic.domain.chat import Message, ServiceClass, ToolSpec
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.events import CacheMiss, Usage
+from semantic.domain.events import CacheMiss, ReplyTiming, Usage
 from semantic.domain.sampling import FinishReason
 
 LOCAL_TENANT = "local"
@@ -201,6 +201,7 @@ class Turn:
             template writes them; 0 if there are none or that was not logged.
         num_summarised: Messages that a summary replaced in this turn.
         repairs: Names of the rules that changed the request before it was computed.
+        timing: How long its reply took; None if that was not logged.
     """
 
     id: str
@@ -226,6 +227,7 @@ class Turn:
     num_head: int = 0
     num_summarised: int = 0
     repairs: tuple[str, ...] = ()
+    timing: ReplyTiming | None = None
 
     @property
     def holds_all_messages(self) -> bool:

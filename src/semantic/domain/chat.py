@@ -6,7 +6,7 @@ into their own stream; field names here follow no particular vendor.
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -84,10 +84,20 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """An image; refused while no loaded model accepts images."""
+    """An image that a client sent.
 
+    Attributes:
+        digest: SHA-256 of the file in hexadecimal; two parts with the same one are equal.
+        media_type: Of the bytes, such as `image/png`.
+        width: In pixels, as the image is shown.
+        data: The file; empty in messages from the ledger, whose media store has it by digest.
+    """
+
+    digest: str
     media_type: str
-    data: str
+    width: int
+    height: int
+    data: bytes = field(default=b"", repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +193,14 @@ class Message:
     @property
     def text(self) -> str:
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
+
+
+def images_in(messages: Iterable[Message]) -> Iterator[ImagePart]:
+    """Yield the images in messages and in their tool results, in order."""
+    for message in messages:
+        for part in message.parts:
+            inner = part.content if isinstance(part, ToolResultPart) else (part,)
+            yield from (each for each in inner if isinstance(each, ImagePart))
 
 
 def is_continuable(messages: Sequence[Message]) -> bool:

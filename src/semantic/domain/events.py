@@ -1,11 +1,21 @@
 """Events of a reply, from `Started` to `Finished` or `Failed`; token usage and cache misses."""
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from semantic.domain.errors import SemanticError
 from semantic.domain.sampling import FinishReason, SamplingParams
+
+
+class DraftOrigin(enum.StrEnum):
+    """Where draft tokens come from."""
+
+    MEMORY = "memory"
+    MODEL = "draft_model"
+    HEAD = "mtp"
+    GRAMMAR = "grammar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +27,7 @@ class Usage:
         completion_tokens: Tokens generated, the end token included.
         cache_creation_tokens: Prompt tokens computed in this turn and kept for later.
         accepted_prediction_tokens: Draft tokens that were accepted into the reply.
+        accepted_by_source: The same by `DraftOrigin`; sources without any are left out.
     """
 
     prompt_tokens: int
@@ -26,10 +37,24 @@ class Usage:
     thinking_tokens: int = 0
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    accepted_by_source: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyTiming:
+    """How long a reply took.
+
+    Attributes:
+        first_token_s: Seconds from the request to the first token.
+        decode_s: Seconds from the first token to the last one.
+    """
+
+    first_token_s: float
+    decode_s: float
 
 
 class MissReason(enum.Enum):

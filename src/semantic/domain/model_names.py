@@ -21,6 +21,10 @@ _MIN_CONVERSATION = 16_384
 # Share of the memory bandwidth that decoding reaches; see docs/benchmarks.md.
 _DECODE_SHARE = 0.7
 _COMFORTABLE_TOKENS_PER_S = 8
+# Expected acceptance rate of a draft model that nobody has measured, and the most tokens to draft.
+_DRAFT_RATE, _MAX_DRAFT = 0.7, 8
+# The least expected speed-up for which `draft_model = "auto"` loads a second model.
+MIN_DRAFT_GAIN = 1.4
 
 
 def served_id(source: str) -> str:
@@ -164,3 +168,20 @@ def _judge(model: KnownModel, memory_bytes: int, bandwidth: float | None) -> Sug
     read = model.num_bytes * model.active / model.parameters
     speed = _DECODE_SHARE * bandwidth / read if bandwidth else None
     return Suggestion(model, speed, model.memory_bytes <= memory_bytes)
+
+
+def draft_gain(draft_bytes: int, served_bytes: int) -> float:
+    """Return the expected speed-up of a reply by a draft model, from the sizes of both models.
+
+    A decode step reads all weights once, so the sizes decide what a step of each model costs.
+
+    Example:
+        >>> round(draft_gain(1, 12), 2), round(draft_gain(1, 1), 2)
+        (2.08, 0.85)
+    """
+    share = draft_bytes / served_bytes
+    gains = []
+    for count in range(1, _MAX_DRAFT + 1):
+        num_tokens = sum(_DRAFT_RATE**place for place in range(count + 1))
+        gains.append(num_tokens / (1 + count * share))
+    return max(gains)

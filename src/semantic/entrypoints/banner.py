@@ -57,6 +57,7 @@ def announce(server: Server, http: uvicorn.Server, banner: str, failures: list[s
         elapsed = time.monotonic() - started
         current = server.models.current()
         how = f" ({current.compute.summary})" if current.compute else ""
+        how += f", drafts by {current.draft_model}" if current.draft_model else ""
         note = f"  {STARTER_NOTE}\n" if server.model_id == STARTER_MODEL else ""
         _print(f"\n  ready: {server.model_id} after {elapsed:.1f} s{how}\n{note}\n")
     elif server.device.state is ModelState.FAILED:

@@ -14,7 +14,9 @@ from semantic.adapters.config.keys import MARKER_FILE, load_key_ring
 from semantic.adapters.config.logging import set_log_level
 from semantic.adapters.config.repairs import load_repairs
 from semantic.adapters.config.settings import Settings
-from semantic.adapters.extras import missing_extra
+from semantic.adapters.extras import install_command, missing_extra
+from semantic.adapters.images.files import ImageLimits, read_image
+from semantic.adapters.images.ocr import RapidOcr, is_ocr_installed
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys, own_key
 from semantic.adapters.outbound.blocks.directory import keep_private
 from semantic.adapters.outbound.blocks.listing import BLOCKS
@@ -139,7 +141,6 @@ def bootstrap(settings: Settings) -> Server:
     metrics.register_server(cache, watch, functools.partial(getattr, device, "state"))
     lanes = TurnLanes(max_waiting=max_waiting, timeout_s=timeout_s)
     runtime = Runtime(settings.runtime, device, models, memory.disk, memory.resize, set_log_level)
-    archive = AgentFile(memory.codec, _export_keys(settings))
     summariser = Summariser(inference, _compaction_policy(settings))
     agents = AgentService(memory.agents, lanes, cache, feed, device)
     return Server(
@@ -158,9 +159,7 @@ def bootstrap(settings: Settings) -> Server:
         agents=agents,
         lanes=lanes,
         cache=cache,
-        transfer=AgentTransfer(
-            memory.agents, memory.served.get, device, memory.disk, archive, feed
-        ),
+        transfer=_make_transfer(settings, memory, device, feed),
         packs=_make_packs(settings, memory, device),
         volatile=_make_volatile(settings, memory, device),
         repairs=_repair_prompts(settings, memory, inference),
@@ -168,6 +167,26 @@ def bootstrap(settings: Settings) -> Server:
         metrics=metrics,
         history=MetricsHistory(functools.partial(metrics.plotted, watch)),
     )
+
+
+def image_limits(settings: Settings) -> ImageLimits:
+    """The limits of images that clients send or import."""
+    return ImageLimits(
+        max_bytes=int(settings.max_image_mb * 2**20),
+        max_pixels=int(settings.max_image_mpixels * 1e6),
+        max_images=settings.max_images,
+    )
+
+
+def _make_transfer(
+    settings: Settings, memory: AgentMemory, device: DeviceThread, feed: EventFeed
+) -> AgentTransfer:
+    files = AgentFile(memory.codec, _export_keys(settings))
+    transfer = AgentTransfer(
+        memory.agents, memory.served.get, device, memory.disk, files, feed, memory.replays
+    )
+    transfer.check_image = functools.partial(read_image, limits=image_limits(settings))
+    return transfer
 
 
 def _make_packs(settings: Settings, memory: AgentMemory, device: DeviceThread) -> PackService:
@@ -201,7 +220,18 @@ def _make_inference(
         watch=watch,
     )
     inference.learn = memory.learn
+    if _has_ocr(settings):
+        inference.image_texts.ocr = RapidOcr()
+    elif settings.ocr == "auto":
+        inference.image_texts.hint = (
+            "send text, serve a model that accepts images, or let the server recognise the text in "
+            f"them: {install_command('ocr')}"
+        )
     return inference
+
+
+def _has_ocr(settings: Settings) -> bool:
+    return settings.ocr == "auto" and is_ocr_installed()
 
 
 def _repair_prompts(
@@ -350,4 +380,5 @@ def _registry(
         feed=feed,
     )
     models.policy = settings.runtime
+    models.has_ocr = _has_ocr(settings)
     return models

@@ -21,26 +21,21 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import structlog
 
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
-from semantic.adapters.extras import missing_extra
+from semantic.adapters.extras import install_command, missing_extra
 from semantic.adapters.outbound.backends.mlx import runtime as mlx_runtime
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.models.compute_choices import ComputeChoices, cpu_name
 from semantic.adapters.outbound.models.known import short_names
 from semantic.adapters.outbound.models.usage import ModelUsage
-from semantic.application.engine.model import LoadedModel
+from semantic.application.engine.model import DraftModel, LoadedModel
 from semantic.application.prompt.format_probe import probe_reply_format
 from semantic.domain.blocks import BlockOrigin
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.model_names import ModelNames, Suggestion, served_id
 from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ComputeHint, ModelCacheSpec
 from semantic.entrypoints.cluster_loader import load_sharded
-from semantic.ports.backend import (
-    ModelBackendPort,
-    ModelEntry,
-    ModelFacts,
-    ModelSourcePort,
-    OnProgress,
-)
+from semantic.ports.backend import ModelBackendPort
+from semantic.ports.models import FetchProgress, ModelEntry, ModelFacts, ModelSourcePort, OnProgress
 from semantic.ports.telemetry import Measure, TelemetryPort
 
 if TYPE_CHECKING:
@@ -50,6 +45,7 @@ _log = structlog.get_logger(__name__)
 
 MakeBackend: TypeAlias = Callable[[Path, ModelCacheSpec, ComputeHint], ModelBackendPort]
 BackendName = Literal["torch", "mlx", "fake"]
+_NO_CUT = "its state cannot be cut back to the last correct token"
 _PACKAGES = {"torch": ("torch", "transformers"), "mlx": ("mlx", "mlx_lm")}
 
 
@@ -98,17 +94,26 @@ class ModelLoader:
         telemetry: TelemetryPort,
         origins: Callable[[], Sequence[BlockOrigin]] = lambda: (),
     ) -> None:
-        """Resolve the names of models, load none; raises InvalidRequestError for a bad alias."""
+        """Resolve the names of models, load none.
+
+        Raises:
+            InvalidRequestError: an alias is not valid, or the backend cannot use the device.
+        """
         self._settings = settings
         self._backend_name = backend_name
         self._kv_format = kv_format
         self._telemetry = telemetry
         self._origins = origins
         self._is_float32 = settings.dtype == "float32"  # updated to the loaded model's dtype
-        # PyTorch expands quantised weights on a GPU; everything else computes with them.
-        known = short_names(is_four_bit=backend_name != "torch" or settings.device != "cuda")
+        if backend_name == "torch" and settings.device == "cuda":
+            raise InvalidRequestError(
+                "device cuda: the torch backend runs on the CPU. For an NVIDIA GPU, install MLX "
+                f"({install_command('cuda')}) and omit --backend torch",
+                param="device",
+            )
+        known = short_names(is_four_bit=True)
         self.names = ModelNames.of(settings.model_aliases, {"starter": STARTER_MODEL, **known})
-        self._in_use = ModelUsage()  # of the model loaded last
+        self._in_use, self._draft_in_use = ModelUsage(), ModelUsage()  # of the models loaded last
         model = self.names.source(settings.model)
         if backend_name == "fake" and model == STARTER_MODEL:
             model = "fake"
@@ -120,8 +125,13 @@ class ModelLoader:
     def find_model(self, source: str) -> ModelEntry:
         return self._source.find_model(source)
 
-    def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:
-        return self._source.fetch(entry, on_progress)
+    def fetch(
+        self, entry: ModelEntry, on_progress: OnProgress, transfer: FetchProgress | None = None
+    ) -> ModelEntry:
+        return self._source.fetch(entry, on_progress, transfer)
+
+    def draft_for(self, entry: ModelEntry) -> ModelEntry | None:
+        return self._source.draft_for(entry)
 
     def suggestions(self) -> Sequence[Suggestion]:
         return self._source.suggestions()
@@ -200,50 +210,176 @@ class ModelLoader:
         return _import_mlx if name == "mlx" else _import_torch
 
     def _load_fake(self, entry: ModelEntry, on_progress: OnProgress) -> LoadedModel:
-        from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
+        from semantic.adapters.outbound.backends import fake
+        from semantic.adapters.outbound.backends.fake_vision import FakeVision, VisionKind
 
         name = self._source.fetch(entry, on_progress).id
-        spec = fake_spec(block_tokens=DEFAULT_BLOCK_TOKENS)  # the same as for all models
-        backend = FakeBackend(spec, weights=0 if name == "fake" else 1)
-        return LoadedModel(name, backend, FakeTokenizer(), name, self._kv_format)
+        has_vision = name == fake.FakeModels.VISION
+        tokenizer = fake.FakeVisionTokenizer() if has_vision else fake.FakeTokenizer()
+        # Blocks are as long as those of all models.
+        spec = fake.fake_spec(block_tokens=DEFAULT_BLOCK_TOKENS, vocab_size=tokenizer.vocab_size)
+        backend = fake.FakeBackend(
+            spec,
+            weights=0 if name == "fake" else 1,
+            vision=VisionKind.CAUSAL if has_vision else None,
+        )
+        drafting = self._draft_entry(entry, on_progress)
+        draft = None
+        if drafting is not None:
+            weights = 0 if drafting.id == "fake" else 1
+            draft = DraftModel(drafting.id, fake.FakeBackend(spec, weights=weights))
+        return LoadedModel(
+            name,
+            backend,
+            tokenizer,
+            name,
+            self._kv_format,
+            vision=FakeVision(fake.IMAGE_TOKEN) if has_vision else None,
+            draft=draft,
+        )
 
     def _load_files(self, entry: ModelEntry, on_progress: OnProgress) -> LoadedModel:
-        from semantic.adapters.outbound.models.fingerprint import fingerprint
         from semantic.adapters.outbound.models.generation_config import read_generation_config
-        from semantic.adapters.outbound.models.source import LocalModelSource, read_config
+        from semantic.adapters.outbound.models.source import LocalModelSource
         from semantic.adapters.outbound.models.tokenizer import HFTokenizer
+        from semantic.adapters.outbound.vision.preparing import load_vision
 
         settings = self._settings
         models_dir = settings.home_dir / "models"
         directory = LocalModelSource(models_dir, STARTER_MODEL).resolve(entry.source, on_progress)
+        drafting = None
+        if not self._has_own_head(directory):
+            drafting = self._draft_entry(entry, on_progress)
         on_progress(f"importing {self._backend_name}")
         make = self._importer()(settings)
         if not gc.get_freeze_count():
             # Libraries stay loaded; scanning their objects would cost a decode step 40 ms and a
             # swap 0.4 s.
             gc.freeze()
-        on_progress(f"loading {directory.name}")
-        config = read_config(directory)
-        self._in_use.share(directory)
+        # The served model is loaded last: what the process has once is set up for it.
+        draft = self._load_draft(entry, drafting, directory, make, on_progress)
+        with contextlib.ExitStack() as on_failure:
+            if draft is not None:
+                on_failure.callback(draft.backend.shutdown)
+            on_progress(f"loading {directory.name}")
+            self._in_use.share(directory)
+            backend, identity = self._make_backend(directory, make)
+            on_failure.callback(backend.shutdown)
+            if draft is not None and not backend.traits.max_draft:
+                self._refuse_draft(entry, f"{entry.id} cannot verify draft tokens: {_NO_CUT}")
+                draft.backend.shutdown()
+                draft = None
+            on_failure.pop_all()
+        if backend.traits.compute is not None:
+            self._is_float32 = backend.traits.compute.dtype == "float32"
+        tokenizer = HFTokenizer(directory)
+        has_tower = backend.traits.accepts_images
+        return LoadedModel(
+            id=entry.id,
+            backend=backend,
+            tokenizer=tokenizer,
+            fingerprint=identity,
+            kv_format=self._kv_format,
+            defaults=read_generation_config(directory),
+            draft=draft,
+            vision=load_vision(directory, tokenizer) if has_tower else None,
+        )
+
+    def _make_backend(self, directory: Path, make: MakeBackend) -> tuple[ModelBackendPort, str]:
+        """Load a model's files; returns the backend and the model's fingerprint."""
+        from semantic.adapters.outbound.models.fingerprint import fingerprint
+        from semantic.adapters.outbound.models.source import read_config
+
+        models_dir = self._settings.home_dir / "models"
         identity = fingerprint(directory, models_dir / "fingerprints.json")
-        choices = ComputeChoices(models_dir / "compute.json", compute_basis(settings))
+        choices = ComputeChoices(models_dir / "compute.json", compute_basis(self._settings))
         hint = self._hint(identity, choices)
-        backend = make(directory, ModelCacheSpec.from_config(config), hint)
+        backend = make(directory, ModelCacheSpec.from_config(read_config(directory)), hint)
         compute = backend.traits.compute
         if compute is not None:
-            self._is_float32 = compute.dtype == "float32"
             _log.info("model loaded", model=directory.name, **asdict(compute))
             known = hint.known
             if known is None or (known.device, known.dtype) != (compute.device, compute.dtype):
                 choices.keep(identity, compute)
-        return LoadedModel(
-            id=entry.id,
-            backend=backend,
-            tokenizer=HFTokenizer(directory),
-            fingerprint=identity,
-            kv_format=self._kv_format,
-            defaults=read_generation_config(directory),
-        )
+        return backend, identity
+
+    # -- draft models ---------------------------------------------------------------------------
+
+    def _has_own_head(self, directory: Path) -> bool:
+        """Whether a model drafts with its own MTP head, which `auto` prefers to a second model."""
+        settings = self._settings
+        if settings.draft_model != "auto" or self._backend_name != "torch" or settings.shards > 1:
+            return False
+        from semantic.adapters.outbound.backends.torch.mtp.names import find_head
+        from semantic.adapters.outbound.models.source import read_config
+
+        return find_head(directory, read_config(directory)) is not None
+
+    def _draft_entry(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry | None:
+        """Return the draft model that the settings want for a model; fetches it if needed.
+
+        Raises:
+            ModelNotFoundError: there is no such model.
+            InvalidRequestError: the settings exclude each other.
+        """
+        settings = self._settings
+        wanted = settings.draft_model
+        if wanted == "off" or (wanted == "auto" and settings.shards > 1):
+            return None
+        if wanted == "auto":
+            found = self._source.draft_for(entry)
+            chosen = "none on this machine fits and pays" if found is None else found.id
+            _log.info("chose a draft model", model=entry.id, draft_model=chosen)
+            return found
+        if settings.shards > 1:
+            raise InvalidRequestError(
+                "a draft model cannot draft for shards; set draft_model = off or shards = 1.",
+                param="draft_model",
+            )
+        on_progress(f"looking for {wanted}")
+        return self._source.fetch(self._source.find_model(self.names.source(wanted)), on_progress)
+
+    def _load_draft(
+        self,
+        entry: ModelEntry,
+        drafting: ModelEntry | None,
+        directory: Path,
+        make: MakeBackend,
+        on_progress: OnProgress,
+    ) -> DraftModel | None:
+        """Load the draft model of `entry`, whose files are in `directory`."""
+        from semantic.adapters.outbound.models.source import LocalModelSource
+        from semantic.adapters.outbound.models.tokenizer import have_same_tokens
+
+        self._draft_in_use.release()
+        if drafting is None:
+            return None
+        source = LocalModelSource(self._settings.home_dir / "models", STARTER_MODEL)
+        place = source.resolve(drafting.source, on_progress)
+        if not have_same_tokens(place, directory):
+            self._refuse_draft(entry, f"{drafting.id} and {entry.id} have different tokenizers")
+            return None
+        on_progress(f"loading {place.name}, which drafts")
+        self._draft_in_use.share(place)
+        backend, _ = self._make_backend(place, make)
+        if not backend.traits.max_draft:
+            backend.shutdown()
+            self._refuse_draft(entry, f"{drafting.id} cannot draft: {_NO_CUT}")
+            return None
+        return DraftModel(drafting.id, backend)
+
+    def _refuse_draft(self, entry: ModelEntry, reason: str) -> None:
+        """Report a draft model that cannot draft for `entry`, which is served without one.
+
+        Raises:
+            InvalidRequestError: the settings name it for the model that the server starts with.
+        """
+        self._draft_in_use.release()
+        if entry.source == self.first.source and self._settings.draft_model != "auto":
+            raise InvalidRequestError(
+                f"{reason}; choose another draft_model, or off.", param="draft_model"
+            )
+        _log.warning("serving without a draft model", model=entry.id, reason=reason)
 
     def _hint(self, identity: str, choices: ComputeChoices) -> ComputeHint:
         """The dtype that an earlier start chose for a model, else the dtypes of stored blocks."""
@@ -284,11 +420,10 @@ def _import_torch(settings: Settings) -> MakeBackend:
         raise _missing(error.name, "torch") from error
     options = TorchOptions(
         dtype=settings.dtype,
-        device=settings.device,
         weights=settings.weights,
         num_threads=settings.threads,
         native=native,
-        pinned_bytes=_pinned_bytes(settings),
+        has_head=settings.draft_model == "auto",
     )
     return lambda directory, spec, hint: TorchBackend(directory, spec, replace(options, hint=hint))
 
@@ -310,13 +445,11 @@ def _import_mlx(settings: Settings) -> MakeBackend:
         dtype=settings.dtype,
         device=settings.device,
         weights=settings.weights,
-        pinned_bytes=_pinned_bytes(settings),
+        pinned_bytes=settings.runtime.memory_bytes if settings.pinned_copies else 0,
+        device_bytes=settings.device_memory_mb * 2**20,
+        kv_bytes=settings.runtime.memory_bytes,
     )
     return lambda directory, spec, _: MlxBackend.from_directory(directory, spec, options)
-
-
-def _pinned_bytes(settings: Settings) -> int:
-    return settings.runtime.memory_bytes if settings.pinned_copies else 0
 
 
 def _import_shards(name: Literal["torch", "mlx"], settings: Settings) -> MakeBackend:

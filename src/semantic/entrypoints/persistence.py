@@ -206,9 +206,12 @@ class AgentMemory:
         store = self.cache.store
         if note := self.note:
             _log.warning(f"{note} Recomputing.", model=model.id)
-        return BlockPoolBatchEngine(
+        engine = BlockPoolBatchEngine(
             model.backend, model.tokenizer, store, limits, emit, on_ready=on_ready
         )
+        if model.draft is not None:
+            engine.add_draft_model(model.draft.backend)
+        return engine
 
     def _serve_format(self, model: LoadedModel) -> None:
         naming, abi, kv_format = model.naming, model.backend.traits.kv_abi, model.kv_format

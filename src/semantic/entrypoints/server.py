@@ -23,6 +23,9 @@ from starlette.middleware.cors import CORSMiddleware
 
 from semantic import __version__
 from semantic.adapters.config.settings import Settings
+from semantic.adapters.images.fetch import MediaFetcher
+from semantic.adapters.images.sources import ImageSources
+from semantic.adapters.inbound.admin.models import DownloadsApi
 from semantic.adapters.inbound.admin.routes import AdminApi, wait_until_drained
 from semantic.adapters.inbound.agents.cache import CacheApi
 from semantic.adapters.inbound.agents.packs import PACKS_PATH, PackApi
@@ -48,6 +51,7 @@ from semantic.adapters.inbound.http.middleware import (
     ShortPaths,
 )
 from semantic.adapters.inbound.http.repairs import REPAIRED_HEADER, RepairNotice
+from semantic.adapters.inbound.images import ImageReader, images_router
 from semantic.adapters.inbound.ollama.origins import AppCors, from_app
 from semantic.adapters.inbound.ollama.routes import OllamaApi
 from semantic.adapters.inbound.openai.routes import openai_router
@@ -55,11 +59,12 @@ from semantic.adapters.inbound.page.routes import OLLAMA_GREETING, docs_router, 
 from semantic.adapters.inbound.responses.routes import ResponsesApi
 from semantic.adapters.outbound import host_memory
 from semantic.application.agents.turn_log import PastTurns
+from semantic.application.models.downloads import ModelDownloads
 from semantic.application.requests.branches import AgentBranches, BranchLimits
 from semantic.domain.access import LIMIT_KINDS, Allowance
 from semantic.domain.errors import InvalidRequestError, ModelSwapError, SemanticError
 from semantic.entrypoints.banner import LOOPBACK, announce, start_banner
-from semantic.entrypoints.bootstrap import Server
+from semantic.entrypoints.bootstrap import Server, image_limits
 from semantic.entrypoints.mcp_loader import McpLoader
 
 if TYPE_CHECKING:
@@ -117,23 +122,40 @@ def create_app(server: Server) -> FastAPI:
     app.include_router(docs_router(app.openapi))
     app.include_router(page_router())
     principal = current_principal
-    app.include_router(openai_router(server.inference, server.models, principal))
+    read_images = _image_reader(server).read
+    app.include_router(openai_router(server.inference, server.models, principal, read_images))
     past = PastTurns(server.memory.agents.log)
-    responses = ResponsesApi(server.inference, server.models, past, principal, server.summariser)
+    responses = ResponsesApi(
+        server.inference, server.models, past, principal, server.summariser, read_images
+    )
     app.include_router(responses.router())
     app.include_router(health_router(server.models, lambda: _condition(server)))
     app.include_router(metrics_router(server.metrics.render, server.history.since))
-    app.include_router(anthropic_router(server.inference, principal))
-    app.include_router(OllamaApi(server.inference, server.models, past, principal).router())
+    app.include_router(anthropic_router(server.inference, principal, read_images))
+    ollama = OllamaApi(server.inference, server.models, past, principal, read_images)
+    app.include_router(ollama.router())
+    # Added before the paths with a model's name, which would match `downloads` too.
+    app.include_router(DownloadsApi(ModelDownloads(server.models)).router())
     app.include_router(AdminApi(server.models, server.device, server.runtime).router())
     app.include_router(CacheApi(server.cache, server.feed, principal).router())
-    agents = AgentApi(server.chat, server.agents, server.transfer, server.compaction, principal)
+    agents = AgentApi(
+        server.chat, server.agents, server.transfer, server.compaction, principal, read_images
+    )
     app.include_router(agents.router())
     app.include_router(PackApi(server.packs, server.transfer.admit_import, principal).router())
     app.include_router(volatile_router(server.volatile, principal))
+    app.include_router(images_router(principal, server.memory.agents.image_file))
     app.router.routes.append(mcp.route)
     _add_middleware(app, server)
     return app
+
+
+def _image_reader(server: Server) -> ImageReader:
+    settings = server.settings
+    limits = image_limits(settings)
+    fetcher = MediaFetcher(settings.allowed_media_domains or (), limits.max_bytes)
+    sources = ImageSources(limits, fetcher)
+    return ImageReader(limits, sources, current_principal, server.memory.agents.image_file)
 
 
 def _make_mcp(server: Server) -> "McpEndpoint":

@@ -1,15 +1,12 @@
-"""Interface of a model on a device: sequences, steps, and their KV cache as payloads.
-
-Also the interface of model sources, which find and fetch models.
-"""
+"""Interface of a model on a device: sequences, steps, and their KV cache as payloads."""
 
 import enum
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NewType, Protocol, TypeAlias
 
-from semantic.domain.model_names import Suggestion
+from semantic.domain.images.spans import ImageSpan
 from semantic.domain.sampling import SamplingParams, TokenLogprob
 from semantic.domain.spec import Compute, LayerKind, ModelCacheSpec
 
@@ -37,11 +34,14 @@ class Draw:
         num_prompt: Number of prompt tokens; penalties on generated tokens count from this position.
         allowed: Bit mask with one bit per token id, least significant bit first within a byte;
             None allows every token.
+        num_before: Tokens of the text before the sequence's first one. Random numbers depend on the
+            position in the text.
     """
 
     params: SamplingParams
     num_prompt: int
     allowed: bytes | None = None
+    num_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,8 @@ class Chunk:
         targets: Tokens to score, not together with a draft: the one at an index follows the
             chunk's token at that index. Logits take memory, so callers keep such chunks short.
         num_top: How many of the most likely tokens to report with each target.
+        images: The images that overlap the chunk. A sequence learns from them, in addition to those
+            that it was opened with: one that was forked or truncated goes on with other images.
     """
 
     seq: SequenceId
@@ -68,6 +70,7 @@ class Chunk:
     masks: tuple[bytes | None, ...] = ()
     targets: tuple[int, ...] = ()
     num_top: int = 0
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -226,6 +229,11 @@ class Traits:
             truncated.
         draft_end: Draft tokens must lie before this position, since window layers cannot be
             truncated beyond it.
+        accepts_images: Whether sequences may have images.
+        needs_whole_images: Whether the positions of an image attend to each other in both
+            directions, so that a chunk must contain all of them or none.
+        kv_room: Bytes of the device's memory for open sequences; None if only the memory budget
+            limits them.
     """
 
     pipeline_depth: Literal[0, 1]
@@ -234,6 +242,9 @@ class Traits:
     compute: Compute | None = None
     max_draft: int = 0
     draft_end: int = sys.maxsize
+    accepts_images: bool = False
+    needs_whole_images: bool = False
+    kv_room: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +253,38 @@ class DeviceMemory:
 
     Attributes:
         used: By all processes, if the device reports that; otherwise by this process.
+        weights: Of the model; 0 if not known, like the following.
+        sequences: KV cache of open sequences.
+        cached: Buffers that the backend's library keeps for reuse.
     """
 
     used: int
     total: int
+    weights: int = 0
+    sequences: int = 0
+    cached: int = 0
+
+    @property
+    def scratch(self) -> int:
+        """The rest: activations, compiled kernels, other programs."""
+        return max(self.used - self.weights - self.sequences - self.cached, 0)
+
+
+class DraftHead(Protocol):
+    """A model's own head for draft tokens (multi-token prediction). Used on the engine's thread."""
+
+    def draft(self, rows: Sequence[Chunk], count: int) -> list[tuple[int, ...]]:
+        """Draft tokens that may follow the next chunks of sequences, in place of computing them.
+
+        Args:
+            rows: A sequence's last token, which is not computed yet, and how to sample after it.
+
+        Returns:
+            Up to `count` tokens for each row; none if the head did not see the row's last tokens.
+
+        Raises:
+            BackendError: the device failed.
+        """
 
 
 class ModelBackendPort(Protocol):
@@ -263,16 +302,25 @@ class ModelBackendPort(Protocol):
     def traits(self) -> Traits:
         """Properties that the engine depends on."""
 
-    def open_sequence(self, seq: SequenceId, tokens: Sequence[int]) -> None:
+    @property
+    def head(self) -> DraftHead | None:
+        """The model's own head for draft tokens; None if it has none or none was asked for."""
+
+    def open_sequence(
+        self, seq: SequenceId, tokens: Sequence[int], images: Sequence[ImageSpan] = ()
+    ) -> None:
         """Open a sequence with an empty KV cache.
 
         Args:
             seq: A new id.
             tokens: The token ids known so far. `load` brings KV cache without token ids, and
-                sampling penalties need the ids.
+                sampling penalties need the ids. Penalties ignore key ids of images.
+            images: The images in `tokens`, in ascending order. The positions of later tokens may
+                depend on them, also where the KV cache of an image is loaded and not computed.
 
         Raises:
-            InvalidRequestError: a token id is outside the model's vocabulary.
+            InvalidRequestError: a token id is outside the model's vocabulary and no key id of
+                `images`, or the model does not accept images.
             ValueError: the sequence id is already open.
         """
 
@@ -295,8 +343,11 @@ class ModelBackendPort(Protocol):
     def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
         """Open `dst` with the KV cache of the first `num_tokens` tokens of `src`.
 
+        `dst` has the images before that position.
+
         Returns:
-            False if this model's KV cache cannot be truncated there; `dst` is not opened then.
+            False if this model's KV cache cannot be truncated there, which is never possible inside
+            an image; `dst` is not opened then.
         """
 
     def launch(self, step: Step) -> Ticket:
@@ -355,7 +406,8 @@ class ModelBackendPort(Protocol):
         """Truncate a sequence to at most `num_tokens`.
 
         Returns:
-            The new length; less than `num_tokens` if the layers cannot be truncated there.
+            The new length; less than `num_tokens` if the layers cannot be truncated there, or if it
+            is inside an image.
         """
 
     def close_sequence(self, seq: SequenceId) -> None:
@@ -372,97 +424,3 @@ class ModelBackendPort(Protocol):
 
     def shutdown(self) -> None:
         """Free all sequences and the model; no call may follow."""
-
-
-# -- model sources --------------------------------------------------------------------------------
-
-# Receives a human-readable description of the current step.
-OnProgress: TypeAlias = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelEntry:
-    """A model that can be loaded.
-
-    Attributes:
-        id: The name requests use.
-        source: Where its files are: a name, a path, or a Hugging Face id.
-        family: The model type in its config; empty if unknown.
-        num_bytes: Size of its weights on disk; 0 if unknown.
-        fits: Whether its weights fit this machine's memory; None if unknown.
-    """
-
-    id: str
-    source: str
-    family: str = ""
-    num_bytes: int = 0
-    fits: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What a model's files say about it; 0 or empty where they do not say.
-
-    Attributes:
-        file_format: `gguf`, also after its import, or `safetensors`.
-        precision: Number format of the weights, such as `BF16` or `Q4`.
-        template: Source of its chat template.
-        special_tokens: Texts of its special tokens.
-        modified_at: In seconds since the epoch.
-        digest: 64 hexadecimal digits that change with the files.
-    """
-
-    architecture: str = ""
-    file_format: str = ""
-    precision: str = ""
-    num_parameters: int = 0
-    max_context: int = 0
-    hidden_size: int = 0
-    num_layers: int = 0
-    num_heads: int = 0
-    num_kv_heads: int = 0
-    vocab_size: int = 0
-    template: str = ""
-    special_tokens: tuple[str, ...] = ()
-    modified_at: float = 0.0
-    digest: str = "0" * 64
-
-
-class ModelSourcePort(Protocol):
-    """Finds and fetches models. Thread-safe; reads the disk, and `fetch` may use the network."""
-
-    def entries(self) -> Sequence[ModelEntry]:
-        """Return the models on this machine; the result may be cached for a short time."""
-
-    def find_model(self, source: str) -> ModelEntry:
-        """Return a model that is on this machine or can be fetched.
-
-        Raises:
-            ModelNotFoundError: no such model exists.
-        """
-
-    def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:
-        """Download a model's files if needed and check that they appear complete.
-
-        Returns:
-            The entry, completed with what the files tell: family, size, and whether it fits.
-
-        Raises:
-            ModelNotFoundError: the model cannot be found or downloaded.
-            InvalidRequestError: the model's files cannot be used.
-        """
-
-    def suggestions(self) -> Sequence[Suggestion]:
-        """Judge the known published models for this machine; the first call measures it."""
-
-    def remove(self, entry: ModelEntry) -> int:
-        """Delete a model's files and return how many bytes this freed.
-
-        Raises:
-            ModelNotFoundError: the model is not on this machine.
-            ConflictError: a server on this machine uses the model.
-            InvalidRequestError: the files belong to another program, or the model has none.
-        """
-
-    def facts(self, entry: ModelEntry) -> ModelFacts:
-        """Read what the files of a model on this machine say about it."""

@@ -19,6 +19,7 @@ from semantic.domain.events import Event, Usage
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import Compute
 from semantic.ports.backend import DeviceMemory
+from semantic.ports.vision import VisionPort
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +219,24 @@ class ModelState(Enum):
     STOPPED = "stopped"
 
 
+class ImageSupport(Enum):
+    """What a model gets of the images in a request.
+
+    VISION: the model sees them. OCR: it gets the text recognised in them. NONE: they are refused.
+    """
+
+    VISION = "vision"
+    OCR = "ocr"
+    NONE = "none"
+
+    @classmethod
+    def of(cls, vision: VisionPort | None, *, has_ocr: bool) -> "ImageSupport":
+        """Return the support of a model; `has_ocr` says whether text can be recognised."""
+        if vision is not None:
+            return cls.VISION
+        return cls.OCR if has_ocr else cls.NONE
+
+
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
     """A model as shown to clients and health checks.
@@ -233,6 +252,8 @@ class ModelStatus:
         family: Its model type; empty if unknown.
         num_bytes: Size of its weights on disk; 0 if unknown.
         fits: Whether its weights fit this machine's memory; None if unknown.
+        draft_model: The model that drafts tokens for it; mtp for its own head; empty if none does.
+        images: What it gets of images; None until it is loaded.
     """
 
     id: str
@@ -246,6 +267,8 @@ class ModelStatus:
     num_bytes: int = 0
     fits: bool | None = None
     usable_context: int = 0
+    draft_model: str = ""
+    images: ImageSupport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +310,23 @@ class AgentView:
     state: StateView
     is_busy: bool
     history: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BranchComparison:
+    """What two agents have in common, and the turns of each after that, oldest first.
+
+    Attributes:
+        fork: The last turn of both; None if they have none in common.
+        num_common: Number of turns up to `fork`.
+        num_turns: Number of turns of each after `fork`, of which some may be left out.
+    """
+
+    fork: Turn | None
+    num_common: int
+    first: tuple[Turn, ...]
+    second: tuple[Turn, ...]
+    num_turns: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,10 @@ class DropAgent:
 
 @dataclass(frozen=True, slots=True)
 class PutTurn:
-    """Add a turn, or replace it."""
+    """Add a turn, or replace it.
+
+    Deletes the images that only the replaced turn referred to.
+    """
 
     tenant: str
     turn: Turn
@@ -203,6 +206,22 @@ class PutReplay:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class PutImage:
+    """Store an image file of a tenant, unless it is stored.
+
+    Attributes:
+        digest: SHA-256 of `data` in hexadecimal.
+        at: When it was sent. It is kept from then on for as long as a turn without messages would
+            be, and longer if a turn refers to it.
+    """
+
+    tenant: str
+    digest: str
+    data: bytes
+    at: float
+
+
 LedgerChange: TypeAlias = (
     PutTenant
     | PutAgent
@@ -216,6 +235,7 @@ LedgerChange: TypeAlias = (
     | TouchParts
     | MarkIndexWhole
     | PutReplay
+    | PutImage
 )
 # Writes changes in order in the background; the future resolves when they are written.
 WriteChanges: TypeAlias = Callable[..., Future[None]]
@@ -230,7 +250,7 @@ class TurnPlace:
 
 
 class LedgerPort(Protocol):
-    """Stores agents, turns, tenants, replays and the index of parts.
+    """Stores agents, turns and their images, tenants, replays and the index of parts.
 
     One thread calls `apply` and `close`; methods that read, and `back_up`, are thread-safe.
     Methods that read raise CachePersistenceError if the ledger cannot be read.
@@ -272,6 +292,9 @@ class LedgerPort(Protocol):
     def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
         """Read where a turn ended, without its messages and tokens; None if it does not exist."""
 
+    def places(self, tenant: str, turn_ids: Sequence[str]) -> dict[str, TurnPlace]:
+        """Read where many turns ended, by id; leaves out those that do not exist."""
+
     def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
         """Read up to `limit` turns that lead to `head`, latest first."""
 
@@ -290,22 +313,28 @@ class LedgerPort(Protocol):
     def replay(self, tenant: str, key: bytes) -> tuple[int, ...] | None:
         """Read the token ids of a reply; None if the key is unknown."""
 
+    def image(self, tenant: str, digest: str) -> bytes | None:
+        """Read an image file by its digest; None if it is not stored."""
+
     def stored_bytes(self, tenant: str) -> int:
-        """Return the bytes of all agents and turns of a tenant, reachable or not.
+        """Return the bytes of all agents, turns and images of a tenant, reachable or not.
 
         Reads all of the tenant's rows.
         """
 
-    def size_of(self, *changes: PutAgent | PutTurn) -> int:
-        """Return the bytes that changes would add to `stored_bytes`; does no I/O."""
+    def size_of(self, *changes: PutAgent | PutTurn | PutImage) -> int:
+        """Return the bytes that changes would add to `stored_bytes`; does no I/O.
+
+        A turn counts with the images that its messages contain.
+        """
 
     def forget_unreachable(self, *, before: float, replays_before: float) -> int:
-        """Delete old turns that no agent reaches, and old replays; returns their number.
+        """Delete old turns that no agent reaches, old replays, and images that no turn refers to.
 
-        The ancestors of a newer turn are kept.
+        Returns how many rows are deleted. The ancestors of a newer turn are kept.
 
         Args:
-            before: Turns created before this time are old.
+            before: Turns created, and images stored, before this time are old.
             replays_before: Replays stored before this time are old.
 
         Raises:
@@ -348,11 +377,19 @@ class ExportPart:
     payload: KVPayload
 
 
-ExportItem: TypeAlias = ExportHead | Turn | ExportPart
+@dataclass(frozen=True, slots=True)
+class ExportImage:
+    """An image file that turns in an agent's file refer to by its digest."""
+
+    digest: str
+    data: bytes
+
+
+ExportItem: TypeAlias = ExportHead | Turn | ExportImage | ExportPart
 
 
 class AgentFilePort(Protocol):
-    """Reads and writes files with one agent: the head, then turns, then parts, each in order."""
+    """Reads and writes files with one agent: the head, turns, images and parts, each in order."""
 
     def write(self, items: Iterable[ExportItem]) -> Iterator[bytes]:
         """Yield the content of a file in pieces."""

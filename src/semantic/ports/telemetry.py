@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from semantic.domain.agents import Reuse
-from semantic.domain.events import PrefillProgress, Usage
+from semantic.domain.events import PrefillProgress, ReplyTiming, Usage
 
 
 class EvictionReason(enum.Enum):
@@ -159,6 +159,13 @@ class RequestTrace:
     progress: PrefillProgress | None = None
     num_generated: int = 0
     context: object = None
+
+    @property
+    def timing(self) -> ReplyTiming | None:
+        """How long the reply took; None if it has no token."""
+        if self.first_token is None or self.last_token is None:
+            return None
+        return ReplyTiming(self.first_token - self.received, self.last_token - self.first_token)
 
     def note_admitted(self) -> None:
         """Record the admission; after a preemption the time of the first admission stays."""

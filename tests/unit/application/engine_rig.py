@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Generic, Literal, TypeAlias, TypedDict, TypeVar, Unpack
 
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
+from semantic.adapters.outbound.backends.fake_vision import VisionKind
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.request import EngineEvent, EventBatch, Job, ReplyState
@@ -37,9 +38,14 @@ class FaultyBackend(FakeBackend):
     """A fake that fails steps on demand: in launch, in collect, or for certain sequences."""
 
     def __init__(
-        self, spec: ModelCacheSpec | None = None, *, pipeline_depth: Literal[0, 1] = 0
+        self,
+        spec: ModelCacheSpec | None = None,
+        *,
+        pipeline_depth: Literal[0, 1] = 0,
+        vision: VisionKind = VisionKind.CAUSAL,
+        kv_room: int | None = None,
     ) -> None:
-        super().__init__(spec, pipeline_depth=pipeline_depth)
+        super().__init__(spec, pipeline_depth=pipeline_depth, vision=vision, kv_room=kv_room)
         self.fail_launch: Callable[[Step], bool] = lambda _: False
         self.fail_collect: Callable[[], bool] = lambda: False
         self.steps: list[Step] = []
@@ -238,15 +244,16 @@ def make_job(name: str, prompt: str = "hello", **options: Unpack[JobOptions]) ->
 
 def alone(job: Job, spec: ModelCacheSpec | None = None) -> str:
     """The text a job gets fresh and alone: one sequence, the prompt in one chunk, no engine."""
-    backend = FakeBackend(spec or fake_spec(block_tokens=8))
+    backend = FakeBackend(spec or fake_spec(block_tokens=8), vision=VisionKind.CAUSAL)
     tokenizer = FakeTokenizer()
     tokens = list(job.tokens)
     reply: list[int] = []
     seq = SequenceId(0)
-    backend.open_sequence(seq, tokens)
-    fed = tuple(tokens)
+    backend.open_sequence(seq, tokens, job.images)
+    fed, images = tuple(tokens), job.images
     while len(reply) < job.max_tokens:
-        chunk = Chunk(seq, len(tokens) - len(fed), fed, Draw(job.sampling, len(job.tokens)))
+        draw = Draw(job.sampling, len(job.tokens))
+        chunk = Chunk(seq, len(tokens) - len(fed), fed, draw, images=images)
         (row,) = backend.collect(backend.launch(Step((chunk,)))).rows
         assert isinstance(row, Sampled)
         is_eos = row.token in tokenizer.eos_ids and not job.stop.ignore_eos
@@ -254,7 +261,7 @@ def alone(job: Job, spec: ModelCacheSpec | None = None) -> str:
             break
         reply.append(row.token)
         tokens.append(row.token)
-        fed = (row.token,)
+        fed, images = (row.token,), ()
     text = b"".join(tokenizer.token_bytes(token) for token in reply).decode("utf-8", "replace")
     ends = [text.find(stop) for stop in job.stop.strings if stop in text]
     return text[: min(ends)] if ends else text

@@ -22,6 +22,10 @@ STARTER_NOTE = (
     "`semantic models recommend` lists better ones for this machine."
 )
 _LISTED = {
+    "allowed_media_domains": (
+        re.compile(r"(\*\.)?[\w.-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?"),
+        "a domain such as img.example or *.img.example, with a port unless it is 80 or 443",
+    ),
     "allowed_hosts": (re.compile(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]"), "a host name without a port"),
     "cors_origins": (
         re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+"),
@@ -77,6 +81,19 @@ class Settings(_RuntimeFields):
     tls_cert: Path | None = Field(None, description="certificate chain (PEM); enables HTTPS")
     tls_key: Path | None = Field(None, description="private key (PEM) of the certificate")
     max_body_mb: float = Field(32, gt=0, description="maximum size of a request body")
+    max_image_mb: float = Field(20, gt=0, description="maximum size of an image file")
+    max_image_mpixels: float = Field(
+        40, gt=0, le=1000, description="maximum size of an image in million pixels"
+    )
+    max_images: int = Field(100, ge=0, description="maximum number of images in a request")
+    allowed_media_domains: Annotated[tuple[str, ...] | None, NoDecode] = Field(
+        None, description="domains from which images may be downloaded; others are refused"
+    )
+    ocr: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: a model that accepts only text gets the text recognised in images, if "
+        "the extra ocr is installed",
+    )
     max_connections: int = Field(
         1024, ge=1, description="maximum open connections; lower if the limit on open files is low"
     )
@@ -97,6 +114,12 @@ class Settings(_RuntimeFields):
         STARTER_MODEL,
         description="model to serve: a name, a directory, a GGUF file, a Hugging Face id",
     )
+    draft_model: str = Field(
+        "off",
+        description="smaller model with the same tokenizer that drafts tokens: a name as for "
+        "model; auto: the model's own MTP head, or one on this machine that fits and pays; "
+        "off: none",
+    )
     model_aliases: Annotated[list[str], NoDecode] = Field(
         [], description="other model names: gpt-* for the served model, name=model for another"
     )
@@ -106,6 +129,12 @@ class Settings(_RuntimeFields):
     model_budget_mb: int = Field(
         0, ge=0, description="maximum size of a model's weights; 0: memory minus memory_budget_mb"
     )
+    device_memory_mb: int = Field(
+        0,
+        ge=0,
+        description="memory of the device that weights and running requests may use (mlx backend); "
+        "0: all of a GPU's",
+    )
     backend: Literal["auto", "torch", "mlx", "fake"] = Field(
         "auto",
         description="inference backend; auto: mlx on Apple Silicon or with its CUDA build",
@@ -114,7 +143,9 @@ class Settings(_RuntimeFields):
         "auto", description="number format of weights and the KV cache"
     )
 
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where the model runs; cuda needs the mlx backend"
+    )
     weights: Literal["auto", "full", "int8", "int4"] = Field(
         "auto",
         description="auto keeps quantised weights; full expands them; int8 and int4 quantise",
@@ -142,7 +173,7 @@ class Settings(_RuntimeFields):
         None, repr=False, description="secret that shards on other machines must present"
     )
     pinned_copies: bool = Field(
-        True, description="CUDA: copy KV cache, and mlx's weights, through pinned host memory"
+        True, description="CUDA: copy KV cache and weights through pinned host memory"
     )
 
     home: Path = Field(
@@ -200,7 +231,7 @@ class Settings(_RuntimeFields):
         0, ge=0, description="maximum size of a tenant's agents, turns and KV cache; 0: no limit"
     )
     kv_bits: Literal[16, 8, 4] = Field(
-        16, description="precision of the KV cache on disk, in bits: 16, 8 or 4"
+        16, description="KV cache on disk: 16 as computed (32 bits in float32), or 8 or 4 bits"
     )
     orphan_ttl_h: float = Field(
         168,

@@ -2,8 +2,18 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Protocol, TypeAlias, TypeVar
+from collections import Counter
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, NotRequired, Protocol, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -15,17 +25,29 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
-from semantic.domain.chat import CacheComparison, ToolChoice, ToolMode, ToolSpec
+from semantic.domain.chat import (
+    CacheComparison,
+    ChatRequest,
+    ImagePart,
+    Message,
+    ToolChoice,
+    ToolMode,
+    ToolResultPart,
+    ToolSpec,
+)
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.events import CacheReport, Finished
+from semantic.domain.events import CacheReport, Finished, Usage
 from semantic.domain.sampling import UNSET_SAMPLING, SamplingParams
+from semantic.ports.inbound import NewTurn
 
 NO_LIMIT = -1  # clients of llama.cpp and vLLM send it for "no limit"
 EPHEMERAL = "true leaves nothing behind: no turn, no text and no KV cache"
 EXPLAIN = "true adds `cache_explain` to the usage: what the prompt reused, and why not more"
+STORED_IMAGE = "sha256:"
 MAX_MESSAGES = 10_000
 MAX_ENTRIES = 1024  # in any list other than messages and their parts
 _MAX_PARTS = 10_000  # in all messages together
+_IMAGE_PLACE = re.compile(r"messages\[(\d+)\](?:\.content\[\d+\])?\.content\[(\d+)\]")
 _T = TypeVar("_T")
 _SAMPLING = (
     "temperature",
@@ -43,6 +65,64 @@ Positive: TypeAlias = Annotated[int, Field(ge=1)]
 Durable: TypeAlias = Annotated[
     bool | None, Field(description="whether the turn is durable on disk; only with durability sync")
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class SentImage(ImagePart):
+    """An image as a client sent it, which `with_images` reads and checks.
+
+    Attributes:
+        source: A data URI, base64 without a prefix, a URL, or `STORED_IMAGE` and the digest of an
+            image in a stored turn.
+    """
+
+    source: str = ""
+
+    @classmethod
+    def of(cls, source: str) -> "SentImage":
+        return cls("", "", 0, 0, source=source)
+
+
+ReadImages: TypeAlias = Callable[[Sequence[Message]], Awaitable[tuple[Message, ...]]]
+_RequestT = TypeVar("_RequestT", ChatRequest, NewTurn)
+
+
+def sent_images(messages: Sequence[Message]) -> list[str]:
+    """Return the fields of the images in messages, as our errors name them."""
+    found: list[str] = []
+    for index, message in enumerate(messages):
+        for position, part in enumerate(message.parts):
+            where = f"messages[{index}].content[{position}]"
+            if isinstance(part, SentImage):
+                found.append(where)
+            elif isinstance(part, ToolResultPart):
+                inner = enumerate(part.content)
+                found += [f"{where}.content[{i}]" for i, p in inner if isinstance(p, SentImage)]
+    return found
+
+
+async def with_images(request: _RequestT, read_images: ReadImages) -> _RequestT:
+    """Return a request whose images are read and checked.
+
+    Raises:
+        InvalidRequestError: an image is invalid or not allowed.
+    """
+    if not sent_images(request.messages):
+        return request
+    return replace(request, messages=await read_images(request.messages))
+
+
+def image_place(param: str | None) -> tuple[int, int] | None:
+    """Return the message and the part of a field that `sent_images` returns; None for another.
+
+    For a part of a tool's result, it is the part's index in the result.
+
+    Example:
+        >>> image_place("messages[2].content[0].content[1]"), image_place("messages[2].content")
+        ((2, 1), None)
+    """
+    match = _IMAGE_PLACE.fullmatch(param or "")
+    return (int(match[1]), int(match[2])) if match else None
 
 
 class Schema(BaseModel):
@@ -196,6 +276,28 @@ def refuse(is_given: object, param: str, why: str) -> None:
     """Raise `InvalidRequestError` about a field if `is_given` is true."""
     if is_given:
         raise InvalidRequestError(why, param=param)
+
+
+class DraftDetails(TypedDict):
+    """Draft tokens of speculative decoding; where they came from is our extension."""
+
+    accepted_prediction_tokens: Count
+    rejected_prediction_tokens: Count
+    accepted_by_source: NotRequired[dict[str, Count]]
+
+
+def draft_details(usages: Sequence[Usage]) -> DraftDetails:
+    """Sum the draft tokens of replies."""
+    sources: Counter[str] = Counter()
+    for usage in usages:
+        sources.update(usage.accepted_by_source)
+    details: DraftDetails = {
+        "accepted_prediction_tokens": sum(u.accepted_prediction_tokens for u in usages),
+        "rejected_prediction_tokens": sum(u.rejected_prediction_tokens for u in usages),
+    }
+    if sources:
+        details["accepted_by_source"] = dict(sources)
+    return details
 
 
 class CacheExplanation(TypedDict):

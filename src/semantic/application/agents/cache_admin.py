@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from semantic.application.agents.feed import AgentAction, AgentChanged, EventFeed
 from semantic.application.agents.ledger import AgentLedger
@@ -21,6 +21,7 @@ from semantic.domain.agents import Agent, Pointer, Principal, Tier, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import ModelSwapError
 from semantic.domain.pool import PoolUsage
+from semantic.ports.backend import DeviceMemory
 from semantic.ports.inbound import CacheOverview, CheckProgress, StateView
 from semantic.ports.telemetry import CacheCounts
 
@@ -71,21 +72,26 @@ class CacheUse:
     disk: int
     disk_budget: int
     queue: int
+    device: DeviceMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How much state agents reach, and how much of it they share.
+    """How much state agents reach and share, and how much of it is on disk.
 
     Attributes:
         logical_bytes: Sum over all agents; a shared block counts once per agent.
         unique_bytes: Sum over all blocks; a shared block counts once.
         tiers: Number of agents whose next turn starts from each tier.
+        num_files: Files of all blocks.
+        disk_bytes: Bytes of these files.
     """
 
-    logical_bytes: int
-    unique_bytes: int
-    tiers: dict[Tier, int]
+    logical_bytes: int = 0
+    unique_bytes: int = 0
+    tiers: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
+    num_files: int = 0
+    disk_bytes: int = 0
 
 
 class _Reach:
@@ -137,7 +143,7 @@ class CacheService:
         self._watch = watch
         self._feed = feed
         self._disk = disk
-        self._sharing = Sharing(0, 0, dict.fromkeys(Tier, 0))
+        self._sharing = Sharing()
         self._sharing_due = 0.0
 
     def state(self, agent: Agent) -> StateView:
@@ -213,12 +219,15 @@ class CacheService:
         with contextlib.suppress(ModelSwapError):
             memory = self._cache().store.usage()
         disk = self._disk
+        model = self._device.model
+        device = model.backend.device_memory() if model else None
         if disk is None:
-            return CacheUse(memory, 0, 0, 0)
-        return CacheUse(memory, disk.used_bytes, disk.limits.budget_bytes, disk.queued_bytes)
+            return CacheUse(memory, 0, 0, 0, device)
+        budget, queued = disk.limits.budget_bytes, disk.queued_bytes
+        return CacheUse(memory, disk.used_bytes, budget, queued, device)
 
     def sharing(self) -> Sharing:
-        """Return how much state all agents reach and share.
+        """Return how much state all agents reach and share, and how much is on disk.
 
         With many agents the result may be some seconds old, which bounds the cost of polling.
         """
@@ -232,10 +241,13 @@ class CacheService:
         return self._sharing
 
     def _read_sharing(self, cache: ModelCache) -> Sharing:
-        reach = _Reach(cache.store.nodes())
+        nodes = cache.store.nodes()
+        files = [part.nbytes for node in nodes for part in tuple(node.files.values())]
+        reach = _Reach(nodes)
         logical, tiers = 0, Counter(dict.fromkeys(Tier, 0))
-        for agent in self._agents.recent():
-            pointer = self._agents.place(agent).pointer
+        agents = self._agents.recent()
+        for agent, place in zip(agents, self._agents.places(agents), strict=True):
+            pointer = place.pointer
             first, nbytes = reach.back_from(pointer.block) if pointer else (None, 0)
             logical += nbytes
             if pointer and cache.upkeep.is_lost(agent, pointer):
@@ -244,7 +256,7 @@ class CacheService:
                 tiers[tier_of(first)] += 1
             else:  # the last blocks were evicted: find the remaining prefix by its tokens
                 tiers[cache.upkeep.footprint(agent).tier] += 1
-        return Sharing(logical, reach.num_bytes, dict(tiers))
+        return Sharing(logical, reach.num_bytes, dict(tiers), len(files), sum(files))
 
     def running(self, principal: Principal) -> list[RunningTurn]:
         return self._watch.running(principal.tenant)
@@ -262,8 +274,6 @@ class CacheService:
         counters, pressure = self.sample()
         requests, model = self._watch.counts, self._device.model
         shared = self.sharing()
-        nodes = cache.store.nodes()
-        files = [part.nbytes for node in nodes for part in tuple(node.files.values())]
         return CacheOverview(
             memory_budget=usage.total,
             memory_used=usage.used,
@@ -271,9 +281,9 @@ class CacheService:
             pressure=pressure,
             num_blocks=usage.num_blocks,
             disk_budget=self._disk.limits.budget_bytes if self._disk else 0,
-            disk_used=sum(files),
+            disk_used=shared.disk_bytes,
             disk_other=self._disk.other_bytes if self._disk else 0,
-            num_files=len(files),
+            num_files=shared.num_files,
             queue_budget=self._disk.limits.queue_bytes if self._disk else 0,
             queue_used=self._disk.queued_bytes if self._disk else 0,
             tiers=tuple(shared.tiers.items()),

@@ -22,6 +22,7 @@ from semantic.domain.chat import (
     ToolResultPart,
     ToolSpec,
     ToolUsePart,
+    images_in,
 )
 from semantic.domain.events import CacheMiss, MissReason
 
@@ -101,7 +102,10 @@ def request_change(before: RequestShape, now: RequestShape, num_tokens: int) -> 
         return CacheMiss(MissReason.SYSTEM_CHANGED, num_tokens, detail)
     old, new = _rest(before.messages), _rest(now.messages)
     for number, (one, other) in enumerate(zip(old, new, strict=False), 1):
-        if detail := _message_change(one, other, number):
+        detail = _message_change(one, other, number)
+        if detail:
+            num_images = sum(1 for _ in images_in(old[: number - 1]))
+            detail = _image_change(one, other, num_images) or detail
             return CacheMiss(MissReason.MESSAGES_CHANGED, num_tokens, detail)
     if len(new) < len(old):
         return None
@@ -213,26 +217,51 @@ def _message_change(before: Message, now: Message, number: int) -> str:
     return ""
 
 
+def _image_change(before: Message, now: Message, num_images: int) -> str:
+    """Describe how an image differs; empty if something else does, too.
+
+    `num_images` is the number of images in earlier messages.
+    """
+    if _plain(before, has_images=False) != _plain(now, has_images=False):
+        return ""
+    pairs = zip(images_in([before]), images_in([now]), strict=False)
+    for number, (old, new) in enumerate(pairs, num_images + 1):
+        if old != new:
+            size, old_size = f"{new.width}x{new.height}", f"{old.width}x{old.height}"
+            how = f"{size} instead of {old_size}" if size != old_size else f"both {size}"
+            return f"image {number} differs ({how})"
+    return ""
+
+
 def _thinking(message: Message) -> str:
     return "".join(part.text for part in message.parts if isinstance(part, ThinkingPart))
 
 
-def _plain(message: Message) -> tuple[JsonValue, ...]:
-    """Return what a message says, without ids and without how its text is divided into parts."""
-    parts = (_part(part) for part in message.parts if not isinstance(part, TextPart | ThinkingPart))
+def _plain(message: Message, *, has_images: bool = True) -> tuple[JsonValue, ...]:
+    """Return what a message says, without ids and without how its text is divided into parts.
+
+    Without `has_images`, all images are the same.
+    """
+    parts = (
+        _part(part, has_images=has_images)
+        for part in message.parts
+        if not isinstance(part, TextPart | ThinkingPart)
+    )
     return message.role.value, message.text, *parts
 
 
-def _part(part: ImagePart | ToolUsePart | ToolResultPart) -> JsonValue:
+def _part(part: ImagePart | ToolUsePart | ToolResultPart, *, has_images: bool) -> JsonValue:
     match part:
         case ImagePart():
-            return ["image", part.data]
+            return ["image", part.digest if has_images else ""]
         case ToolUsePart():
             return ["call", part.name, part.arguments]
         case ToolResultPart():
             text = "".join(each.text for each in part.content if isinstance(each, TextPart))
             others: list[JsonValue] = [
-                each.data if isinstance(each, ImagePart) else each.tool_name
+                _part(each, has_images=has_images)
+                if isinstance(each, ImagePart)
+                else each.tool_name
                 for each in part.content
                 if not isinstance(each, TextPart)
             ]

@@ -23,7 +23,12 @@ from semantic.domain.agents import (
     pack_id,
 )
 from semantic.domain.chat import Continuation, Message, Role
-from semantic.domain.errors import AgentNotFoundError, ConflictError, QuotaExceededError
+from semantic.domain.errors import (
+    AgentNotFoundError,
+    CachePersistenceError,
+    ConflictError,
+    QuotaExceededError,
+)
 from semantic.ports.sharing import AgentLeasesPort, AgentTablePort
 from semantic.ports.storage import (
     DropAgent,
@@ -31,6 +36,7 @@ from semantic.ports.storage import (
     LedgerPort,
     LedgerState,
     PutAgent,
+    PutImage,
     PutTenant,
     PutTurn,
     Tenant,
@@ -40,6 +46,7 @@ from semantic.ports.storage import (
 
 ANONYMOUS_TTL_S = 24 * 3600.0
 _SALT_BYTES = 16
+_IMAGE_S = 60.0  # the longest wait for an image to be written
 _MAX_SEARCHED = 16  # agents whose latest replies are compared with those of a new agent
 
 
@@ -262,6 +269,14 @@ class AgentLedger:
         place = self.log.place(agent.tenant, agent.head) if agent.head else None
         return place or TurnPlace(0, None)
 
+    def places(self, agents: Sequence[Agent]) -> list[TurnPlace]:
+        """Return the place of each agent as it is written, read together."""
+        heads: dict[str, list[str]] = {}
+        for agent in agents:
+            heads.setdefault(agent.tenant, []).extend([agent.head] if agent.head else [])
+        read = {tenant: self._ledger.places(tenant, ids) for tenant, ids in heads.items()}
+        return [read[agent.tenant].get(agent.head or "") or self.place(agent) for agent in agents]
+
     def turns(self, agent: Agent, limit: int = MAX_WALK) -> list[Turn]:
         return self.log.turns(agent.tenant, agent.head, limit)
 
@@ -294,6 +309,28 @@ class AgentLedger:
     def tokens(self, agent: Agent) -> list[int]:
         """Return all tokens of an agent's conversation; reads every turn that is not in memory."""
         return self.log.tokens(agent.tenant, agent.head)
+
+    def image_file(self, tenant: str, digest: str) -> bytes | None:
+        """Return the file of an image that the tenant's turns refer to; None if not stored."""
+        return self.log.image_file(tenant, digest)
+
+    def store_image(self, tenant: str, digest: str, data: bytes) -> None:
+        """Store an image file for turns to come, and wait until it is written.
+
+        Garbage collection deletes it if no turn refers to it.
+
+        Raises:
+            QuotaExceededError: the image exceeds the tenant's disk quota.
+            CachePersistenceError: it cannot be written now.
+        """
+        change = PutImage(tenant, digest, data, self._now())
+        self.check_storage(tenant, change)
+        try:
+            self._write(change).result(_IMAGE_S)
+        except TimeoutError:
+            why = f"writing an image takes more than {_IMAGE_S:g} s; try again."
+            raise CachePersistenceError(why, retry_after_s=5) from None
+        self._count_stored(tenant, change)
 
     def check_quota(self, agent: Agent) -> None:
         """Raise QuotaExceededError if the agent has reached its `max_turns`."""

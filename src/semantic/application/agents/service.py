@@ -1,10 +1,12 @@
 """Create, list, change, fork, rewind, delete and explain agents."""
 
 import base64
+import heapq
 import json
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby, islice
 
 from semantic.application.agents.cache_admin import CacheService
 from semantic.application.agents.feed import AgentAction, AgentChanged, EventFeed
@@ -12,11 +14,14 @@ from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.running_turns import TurnLanes
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.domain.agents import Agent, Principal, Turn
+from semantic.domain.blocks import common_prefix
 from semantic.domain.errors import ConflictError, InvalidRequestError
+from semantic.domain.images.spans import is_image_id
 from semantic.ports.inbound import (
     AgentPage,
     AgentQuery,
     AgentView,
+    BranchComparison,
     DivergenceView,
     Explanation,
 )
@@ -139,6 +144,18 @@ class AgentService:
             agent = self._agents.before(agent, before)
         return tuple(self._agents.turns(agent, limit))
 
+    def compare(
+        self, principal: Principal, first: str, second: str, limit: int | None = None
+    ) -> BranchComparison:
+        """Return what two agents have in common, and up to `limit` turns of each after that."""
+        agents = [self._agents.get(principal.tenant, agent_id) for agent_id in (first, second)]
+        paths = [self._path(agent) for agent in agents]
+        num_common = common_prefix(*paths)
+        one, other = (self._turns_after(principal, path, num_common, limit) for path in paths)
+        fork = self._agents.turn(principal.tenant, paths[0][num_common - 1]) if num_common else None
+        counts = [len(path) - num_common for path in paths]
+        return BranchComparison(fork, num_common, one, other, (counts[0], counts[1]))
+
     def timeline(self, principal: Principal, agent_id: str, limit: int) -> tuple[Turn, ...]:
         """Return an agent's turns in the order in which they were made, latest first.
 
@@ -173,14 +190,17 @@ class AgentService:
         Raises:
             InvalidRequestError: the cursor is invalid.
         """
-        matching = [a for a in self._agents.agents(principal.tenant) if _matches(a, query)]
-        matching.sort(key=lambda a: _rank(a, query), reverse=query.is_descending)
-        rest = matching
+        agents = self._agents.agents(principal.tenant)
+        matching = rest = [agent for agent in agents if _matches(agent, query)]
+        rank = _ranking(query)
         if query.after is not None:
             last = _read_cursor(query.after, query)
-            rest = [a for a in matching if _is_after(_rank(a, query), last, query)]
-        shown = rest[: query.limit]
-        cursor = _write_cursor(shown[-1], query) if len(rest) > len(shown) and shown else None
+            is_after = operator.lt if query.is_descending else operator.gt
+            rest = [agent for agent in matching if is_after(rank(agent), last)]
+        # A page of many agents does not need all of them in order.
+        first = heapq.nlargest if query.is_descending else heapq.nsmallest
+        shown = first(query.limit, rest, key=rank)
+        cursor = _write_cursor(rank(shown[-1])) if len(rest) > len(shown) and shown else None
         views = tuple(
             replace(self._view(agent), history=self._history(agent, query.num_history))
             for agent in shown
@@ -193,6 +213,17 @@ class AgentService:
         is_busy = self._lanes.num_turns(agent.tenant, agent.id) > 0
         num_tokens = self._agents.place(agent).num_tokens
         return AgentView(agent, num_tokens, self._cache.state(agent), is_busy)
+
+    def _path(self, agent: Agent) -> list[str]:
+        return [*self._agents.log.ancestry(agent.tenant, agent.head, until="")][::-1]
+
+    def _turns_after(
+        self, principal: Principal, path: Sequence[str], start: int, limit: int | None
+    ) -> tuple[Turn, ...]:
+        shown = path[start:][:limit]
+        if not shown:
+            return ()
+        return tuple(self._agents.log.turns(principal.tenant, shown[-1], len(shown))[::-1])
 
     def _history(self, agent: Agent, num_turns: int) -> tuple[str, ...]:
         if not num_turns:
@@ -224,41 +255,38 @@ class AgentService:
         if loaded is None or model_id not in ("", loaded.id):  # older servers logged no model
             whose = model_id or "a model"
             return f"[{len(tokens)} tokens of {whose}, which is not loaded]" if tokens else ""
-        return b"".join(map(loaded.tokenizer.token_bytes, tokens)).decode("utf-8", "replace")
+        runs = groupby(tokens, is_image_id)
+        pieces = (
+            b"[image]" if is_image else b"".join(map(loaded.tokenizer.token_bytes, run))
+            for is_image, run in runs
+        )
+        return b"".join(pieces).decode("utf-8", "replace")
 
 
 def _matches(agent: Agent, query: AgentQuery) -> bool:
     return (
         agent.is_listed
         and agent.id.startswith(query.id_prefix)
-        and set(query.labels) <= set(agent.labels)
+        and all(label in agent.labels for label in query.labels)
         and query.is_pinned in (None, agent.is_pinned)
     )
 
 
-def _rank(agent: Agent, query: AgentQuery) -> tuple[float | str, str]:
-    ranks: dict[str, float | str] = {
-        "last_used": agent.last_used,
-        "created_at": agent.created_at,
-        "num_turns": float(agent.num_turns),
-        "id": agent.id,
-    }
-    return ranks[query.sort], agent.id
+_Rank = tuple[float | str, str]
 
 
-def _is_after(
-    rank: tuple[float | str, str], last: tuple[float | str, str], query: AgentQuery
-) -> bool:
-    # `_read_cursor` has checked that both ranks have the same type.
-    return rank < last if query.is_descending else rank > last
+def _ranking(query: AgentQuery) -> Callable[[Agent], _Rank]:
+    """Return what gives the place of an agent in a list."""
+    rank: Callable[[Agent], _Rank] = operator.attrgetter(query.sort, "id")
+    return rank
 
 
-def _write_cursor(agent: Agent, query: AgentQuery) -> str:
-    return base64.urlsafe_b64encode(json.dumps(_rank(agent, query)).encode()).decode()
+def _write_cursor(rank: _Rank) -> str:
+    return base64.urlsafe_b64encode(json.dumps(rank).encode()).decode()
 
 
-def _read_cursor(cursor: str, query: AgentQuery) -> tuple[float | str, str]:
-    kind = str if query.sort == "id" else float
+def _read_cursor(cursor: str, query: AgentQuery) -> _Rank:
+    kind = str if query.sort == "id" else (int, float)
     try:
         rank, agent_id = json.loads(base64.urlsafe_b64decode(cursor.encode()))
         if isinstance(rank, kind) and isinstance(agent_id, str):

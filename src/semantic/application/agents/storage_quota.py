@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 from semantic.domain.access import KeyRing
 from semantic.domain.errors import QuotaExceededError
-from semantic.ports.storage import LedgerPort, PutAgent, PutTurn
+from semantic.ports.storage import LedgerPort, PutAgent, PutImage, PutTurn
 
-StoredRow: TypeAlias = PutAgent | PutTurn
+StoredRow: TypeAlias = PutAgent | PutTurn | PutImage
 _MB = 2**20
 
 
@@ -41,7 +41,7 @@ class TenantQuotas:
 
 
 class StorageQuota:
-    """Counts the bytes of tenants' agents and turns.
+    """Counts the bytes of tenants' agents, turns and images.
 
     Thread-safe; `check` and `used` may read the ledger.
     """
@@ -54,7 +54,7 @@ class StorageQuota:
         self._used: dict[str, int] = {}
 
     def used(self, tenant: str) -> int:
-        """Return the bytes of a tenant's agents and turns; 0 for a tenant without a quota."""
+        """Return the bytes that a tenant's rows take; 0 for a tenant without a quota."""
         if self._quota(tenant) is None:
             with self._lock:
                 self._used.pop(tenant, None)
@@ -82,8 +82,8 @@ class StorageQuota:
         if used + max(grown, 1) <= limit or (old is not None and grown <= 0):
             return
         raise QuotaExceededError(
-            f"this tenant stores {used / _MB:.1f} MB of agents and turns; its disk quota is "
-            f"{limit / _MB:.1f} MB. Delete agents (the next garbage collection deletes their "
+            f"this tenant stores {used / _MB:.1f} MB of agents, turns and images; its disk quota "
+            f"is {limit / _MB:.1f} MB. Delete agents (the next garbage collection deletes their "
             "turns), or raise disk_quota_mb."
         )
 

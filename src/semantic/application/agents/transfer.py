@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -23,8 +23,10 @@ from semantic.application.cache.index import BlockNode
 from semantic.application.cache.writer import DiskTier
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.model import LoadedModel
+from semantic.application.prompt.replay import PromptDigest, ReplayStore, keys_to_remember
 from semantic.domain.agents import Agent, Pointer, Principal, Turn, check_agent_id
 from semantic.domain.blocks import BlockName, describe_change, unpack_tokens
+from semantic.domain.chat import images_in
 from semantic.domain.errors import (
     CacheCorruptionError,
     ConflictError,
@@ -32,12 +34,14 @@ from semantic.domain.errors import (
     OverloadedError,
     RateLimitedError,
 )
+from semantic.domain.sampling import FinishReason
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload
 from semantic.ports.inbound import ImportedAgent
 from semantic.ports.storage import (
     AgentFilePort,
     ExportHead,
+    ExportImage,
     ExportItem,
     ExportPart,
     PutAgent,
@@ -60,11 +64,16 @@ class _Arrival:
 
     head: ExportHead
     turns: list[Turn] = field(default_factory=list)
+    images: set[str] = field(default_factory=set)  # digests
     num_parts: int = 0
 
 
 class AgentTransfer:
-    """Exports and imports agents. Thread-safe; reads from disk."""
+    """Exports and imports agents. Thread-safe; reads from disk.
+
+    Attributes:
+        check_image: Called with each imported image file; raises InvalidRequestError to refuse it.
+    """
 
     def __init__(
         self,
@@ -74,13 +83,16 @@ class AgentTransfer:
         disk: DiskTier | None,
         files: AgentFilePort,
         feed: EventFeed,
+        replays: ReplayStore,
     ) -> None:
         self._agents = agents
         self._cache = cache
+        self._replays = replays
         self._device = device
         self._disk = disk
         self._files = files
         self._feed = feed
+        self.check_image: Callable[[bytes], object] = lambda _: None
         self._lock = threading.Lock()
         self._importing: Counter[str] = Counter()
 
@@ -105,8 +117,16 @@ class AgentTransfer:
             yield ExportHead(agent, model.id, _fingerprint(model), model.backend.traits.kv_abi)
         turns = self._agents.turns(agent, limit=max(agent.num_turns, 1))
         yield from reversed(turns)
+        yield from self._images(agent.tenant, turns)
         if model is not None and turns and turns[0].pointer is not None:
             yield from self._parts(turns[0].pointer)
+
+    def _images(self, tenant: str, turns: Sequence[Turn]) -> Iterator[ExportImage]:
+        messages = (message for turn in turns for message in turn.messages)
+        for digest in dict.fromkeys(image.digest for image in images_in(messages)):
+            data = self._agents.image_file(tenant, digest)
+            if data is not None:
+                yield ExportImage(digest, data)
 
     def _parts(self, pointer: Pointer) -> Iterator[ExportPart]:
         for node in self._cache().store.chain(pointer.block):
@@ -178,19 +198,19 @@ class AgentTransfer:
         arrival = _checked(self._files.read(open_file(), has_parts=is_trusted))
         if arrival.head.abi == _NO_MODEL:
             is_messages_only, is_trusted = True, False
-        known = arrival.head.agent
-        known = known.with_id(new_id) if new_id else known
+        known = arrival.head.agent.with_id(new_id) if new_id else arrival.head.agent
         check_agent_id(known.id, "id", is_new=False)  # a file may name it as packs are named
         if self._agents.find_agent(principal.tenant, known.id) is not None:
             raise ConflictError(f"agent {known.id!r} already exists.", param="id")
         logged = (PutTurn(principal.tenant, turn) for turn in arrival.turns)
         self._agents.check_storage(principal.tenant, PutAgent(known), *logged)
-        names: dict[BlockName, BlockName] = {}
-        root = BlockName()
+        names, root = dict[BlockName, BlockName](), BlockName()
         if not is_messages_only:
             model = self._device.ready_model()
             _require_same_model(arrival.head, model)
             root = model.root(principal)
+            self._remember_replies(model.text_root(principal), arrival.turns if is_trusted else ())
+        self._store_images(principal, arrival, open_file)
         if is_trusted and arrival.num_parts:
             names = self._seal(root, self._files.read(open_file(), has_parts=True))
         now = time.time()
@@ -212,6 +232,35 @@ class AgentTransfer:
             signer, arrival.head, is_messages_only=is_messages_only, has_state=bool(names)
         )
         return ImportedAgent(made, has_state=bool(names), reason=reason)
+
+    def _remember_replies(self, root: BlockName, turns: Sequence[Turn]) -> None:
+        """Remember the tokens of replies: encoding their text again may give others.
+
+        A reply that a stop string ended was encoded again by the server that made it.
+        """
+        digest, num_before = PromptDigest(root), 0
+        for turn in turns:
+            if turn.num_tokens != num_before + len(turn.tokens):
+                digest, num_before = PromptDigest(root), 0  # it holds the whole conversation
+            num_asked = turn.usage.prompt_tokens - num_before
+            if turn.messages and turn.reason is not FinishReason.STOP_SEQUENCE and num_asked > 0:
+                prompt = digest.followed_by(turn.tokens[:num_asked])
+                for key in keys_to_remember(prompt, turn.messages[-1]):
+                    self._replays.remember(key, turn.tokens[num_asked:])
+            digest.update(turn.tokens)
+            num_before += len(turn.tokens)
+
+    def _store_images(self, principal: Principal, arrival: _Arrival, open_file: OpenFile) -> None:
+        """Store the file's images one by one: together they may not fit into memory."""
+        for item in self._files.read(open_file(), has_parts=False) if arrival.images else ():
+            if not isinstance(item, ExportImage):
+                continue
+            try:
+                self.check_image(item.data)
+            except InvalidRequestError as error:
+                why = f"the file's image {item.digest[:12]} is refused: {error.message}"
+                raise InvalidRequestError(why, param="file") from error
+            self._agents.store_image(principal.tenant, item.digest, item.data)
 
     def _seal(self, root: BlockName, items: Iterator[ExportItem]) -> dict[BlockName, BlockName]:
         """Seal blocks under names of the new owner; returns a map from old names to new ones."""
@@ -255,19 +304,26 @@ def _checked(items: Iterator[ExportItem]) -> _Arrival:
         raise InvalidRequestError("the file does not begin with an agent.", param="file")
     arrival = _Arrival(first)
     for item in items:
-        if isinstance(item, Turn) and not arrival.num_parts:
+        if isinstance(item, Turn) and not (arrival.images or arrival.num_parts):
             parent = arrival.turns[-1].id if arrival.turns else None
             if item.parent != parent:
                 raise InvalidRequestError(
                     "the file's turns do not follow each other.", param="file"
                 )
             arrival.turns.append(item)
+        elif isinstance(item, ExportImage) and not arrival.num_parts:
+            arrival.images.add(item.digest)
         elif isinstance(item, ExportPart):
             if item.payload.abi != first.abi:
                 raise InvalidRequestError("the file mixes KV cache formats.", param="file")
             arrival.num_parts += 1
         else:
             raise InvalidRequestError("the file's entries are out of order.", param="file")
+    messages = (message for turn in arrival.turns for message in turn.messages)
+    if not arrival.images.issubset(image.digest for image in images_in(messages)):
+        raise InvalidRequestError(
+            "the file has an image that none of its messages contains.", param="file"
+        )
     return arrival
 
 

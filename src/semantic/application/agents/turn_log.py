@@ -34,14 +34,15 @@ from semantic.domain.agents import (
     conversation_digest,
 )
 from semantic.domain.blocks import BlockName, common_prefix
-from semantic.domain.chat import Continuation, Message, Role, ToolSpec
+from semantic.domain.chat import Continuation, Message, Role, ToolSpec, images_in
 from semantic.domain.errors import CachePersistenceError
-from semantic.domain.events import CacheMiss, MissReason, Usage
+from semantic.domain.events import CacheMiss, MissReason, ReplyTiming, Usage
 from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import PastTurn
 from semantic.ports.storage import (
     LedgerChange,
     LedgerPort,
+    PutImage,
     PutTurn,
     Repoint,
     TurnPlace,
@@ -76,8 +77,7 @@ class FinishedTurn:
         is_thinking: Whether the request asks for thinking; None leaves that to the model.
         facts: What the engine found in the cache; None if unknown.
         previous: The turn that the conversation seems to continue, if its agent is new.
-        num_head: See `Turn`.
-        repairs: Rules that changed the request.
+        num_head: See `Turn`, also for `repairs` and `timing`.
     """
 
     prompt: Sequence[int]
@@ -99,6 +99,7 @@ class FinishedTurn:
     previous: str | None = None
     num_head: int = 0
     repairs: tuple[str, ...] = ()
+    timing: ReplyTiming | None = None
 
 
 class TurnLog:
@@ -140,7 +141,7 @@ class TurnLog:
                 self._turns.pop((tenant, turn.id), None)
                 self._turns[tenant, turn.id] = turn
             try:
-                done = self._write(PutTurn(tenant, turn), *changes)
+                done = self._write(*_new_images(tenant, turn), PutTurn(tenant, turn), *changes)
             except BaseException:
                 with self._lock:
                     del self._turns[tenant, turn.id]
@@ -253,6 +254,13 @@ class TurnLog:
         turns = self._back_to(tenant, head, lambda turn: turn.holds_all_messages)
         return [message for turn in turns for message in turn.messages]
 
+    def image_file(self, tenant: str, digest: str) -> bytes | None:
+        """Return the file of an image in a turn; None if it is not stored."""
+        with self._lock:
+            held = [turn for (owner, _), turn in self._turns.items() if owner == tenant]
+        files = {image.digest: image.data for turn in held for image in images_in(turn.messages)}
+        return files.get(digest) or self._ledger.image(tenant, digest)
+
     # -- the next turn --------------------------------------------------------------------------
 
     def next_turn(
@@ -289,6 +297,7 @@ class TurnLog:
             is_thinking=finished.is_thinking,
             num_head=finished.num_head,
             repairs=finished.repairs,
+            timing=finished.timing,
         )
         before = parent if divergence is None else self.turn(agent.tenant, divergence.turn_id)
         miss = self._miss(agent.tenant, before, finished, divergence) if before else None
@@ -415,6 +424,12 @@ class TurnLog:
                 self._parents[tenant, turn_id] = parent
             while len(self._parents) > _MAX_LINKS:
                 del self._parents[next(iter(self._parents))]
+
+
+def _new_images(tenant: str, turn: Turn) -> list[PutImage]:
+    """Return the image files of a turn; those that were read from the ledger have no data."""
+    files = {image.digest: image.data for image in images_in(turn.messages) if image.data}
+    return [PutImage(tenant, *file, turn.created_at) for file in files.items()]
 
 
 def _begins_with(prompt: Sequence[int], turn: Turn) -> bool:

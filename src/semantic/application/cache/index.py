@@ -75,6 +75,8 @@ class BlockNode:
     @property
     def memory_bytes(self) -> int:
         """Bytes of its parts in memory. Safe while other threads add and remove parts."""
+        if not self.payloads:  # as most are
+            return 0
         return sum([payload.nbytes for payload in tuple(self.payloads.values())])
 
     @property

@@ -9,7 +9,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -288,7 +288,16 @@ def state_of(plan: RestorePlan, num_tokens: int) -> StateView:
         memory_tokens=min(memory[-1].end, plan.end) if memory else 0,
         disk_tokens=min(disk[-1].end, plan.end) if disk else 0,
         reusable_tokens=plan.end,
-        memory_bytes=sum(node.memory_bytes for node in nodes),
-        disk_bytes=sum(node.disk_bytes for node in nodes),
+        memory_bytes=sum(_used_bytes(node, node.payloads, plan.end) for node in nodes),
+        disk_bytes=sum(_used_bytes(node, node.files, plan.end) for node in nodes),
         block=nodes[-1].name if nodes else None,
+    )
+
+
+def _used_bytes(node: BlockNode, parts: Mapping[LayerKind, KVPayload | BlockPart], end: int) -> int:
+    """Return the bytes of a block's parts; of a FULL part those of the positions before `end`."""
+    num_used = min(node.end, end) - node.start
+    return sum(
+        part.nbytes * num_used // node.num_tokens if kind is LayerKind.FULL else part.nbytes
+        for kind, part in tuple(parts.items())
     )

@@ -50,6 +50,10 @@ class _Reading:
     waiting: list[HeldPart]
 
 
+def _full_parts(nodes: Iterable[BlockNode]) -> list[PartKey]:
+    return [(node.name, LayerKind.FULL) for node in nodes]
+
+
 class BlockTiers:
     """The parts in memory and on disk, and the reads and writes between the two.
 
@@ -146,16 +150,20 @@ class BlockTiers:
         """Add those payloads to a node that it lacks; returns their kinds.
 
         Offers them to the writer, except window parts. Other parts are evicted for them, but not
-        the node's own parts and not those of its chain.
+        the node's own parts. Those of its chain are evicted last, and only if they are on disk.
 
         Raises:
             PoolExhaustedError: there is no room; nothing was added.
         """
         new = {p.kind: p for p in payloads if p.kind not in node.payloads}
-        before = [(link.name, LayerKind.FULL) for link in chain]
-        before += [(node.name, kind) for kind in node.payloads]
+        own = [(node.name, kind) for kind in node.payloads]
         sizes = {(node.name, kind): payload.nbytes for kind, payload in new.items()}
-        self._forget(self.pool.put(sizes, before), EvictionReason.BUDGET)
+        try:
+            evicted = self.pool.put(sizes, [*_full_parts(chain), *own])
+        except PoolExhaustedError:  # a chain longer than half of the memory
+            unwritten = [link for link in chain if LayerKind.FULL not in link.files]
+            evicted = self.pool.put(sizes, [*_full_parts(unwritten), *own])
+        self._forget(evicted, EvictionReason.BUDGET)
         self.index.put_payloads(node, new)
         for kind in new:
             if kind is not LayerKind.WINDOW:

@@ -43,7 +43,7 @@ class SequenceAdmission:
         """
         for generation in list(self._scheduler.running):
             while not self._memory.grow(generation):
-                if self._memory.close_oldest_idle():
+                if self._memory.make_room():
                     continue
                 victim = self._scheduler.victim()
                 # The only running sequence fails once no pending work will free memory for it.
@@ -73,7 +73,7 @@ class SequenceAdmission:
             seq = SequenceId(next(self._new_ids)) if taken is None else taken
             if self._memory.admit(seq, len(generation.tokens)):
                 break
-            if not self._memory.close_oldest_idle(spared=taken):
+            if not self._memory.make_room(spared=taken):
                 return False
         generation.seq = seq
         self._scheduler.admit(generation)
@@ -132,7 +132,7 @@ class SequenceAdmission:
             return 0
         before = restore.num_bytes
         self._attempt(generation, lambda it: self._sharing.advance_restore(it, max_bytes))
-        while generation.prefix.is_starved and self._memory.close_oldest_idle():
+        while generation.prefix.is_starved and self._memory.make_room():
             self._attempt(generation, lambda it: self._sharing.advance_restore(it, max_bytes))
         return restore.num_bytes - before
 

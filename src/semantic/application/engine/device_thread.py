@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeAlias, assert_never
 
@@ -41,6 +41,7 @@ from semantic.domain.errors import (
     PoolExhaustedError,
     SemanticError,
 )
+from semantic.ports.backend import ModelBackendPort
 from semantic.ports.inbound import ModelState
 from semantic.ports.telemetry import NoTelemetry, TelemetryPort
 
@@ -323,7 +324,7 @@ class DeviceThread:
             try:
                 engine = self._make_engine(model, self.limits, self._live.emit, self._wake)
             except BaseException:
-                model.backend.shutdown()
+                _shut_down(model.backends)
                 raise
         except Exception as error:  # noqa: BLE001 - /health and clients' errors report it
             if not isinstance(error, SemanticError):
@@ -343,13 +344,13 @@ class DeviceThread:
         self._exchange = None
         if engine is None or (model := self.model) is None:
             return self._await_exchange()
-        backend = model.backend
+        backends = model.backends
         while self._step(engine) and not self._is_drained(engine):
             pass
         self._close(engine)
         self.lifecycle.drop_model()
         del engine, model  # drops the last references, so that `shutdown` can free their memory
-        backend.shutdown()
+        _shut_down(backends)
         return self._exchange
 
     def _is_drained(self, engine: BlockPoolBatchEngine) -> bool:
@@ -490,3 +491,8 @@ class DeviceThread:
             _log.error("%s; failed %d requests", problem, len(failed))
         for name in failed:
             self.cancel(name)
+
+
+def _shut_down(backends: Sequence[ModelBackendPort]) -> None:
+    for backend in backends:
+        backend.shutdown()

@@ -76,7 +76,7 @@ class EmbeddingQueue:
             return True
         seq = SequenceId(next(self._new_ids))
         while not self._memory.resize(seq, len(job.tokens)):
-            if self._memory.close_oldest_idle():
+            if self._memory.make_room():
                 continue
             if not may_wait:
                 what = f"a text of {len(job.tokens)} tokens does not fit this server's memory"

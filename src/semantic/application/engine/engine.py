@@ -31,8 +31,10 @@ from semantic.application.engine.request import (
 )
 from semantic.application.engine.scheduler import ConcurrentScheduler
 from semantic.application.engine.speculative.ahead import AheadQueue
+from semantic.application.engine.speculative.head_source import HeadDrafts
+from semantic.application.engine.speculative.model_source import ModelDrafts
 from semantic.application.engine.speculative.planner import AdaptiveDraftPlanner, DraftPlanner
-from semantic.application.engine.steps import EngineWatch, LaunchedStep
+from semantic.application.engine.steps import EngineWatch, LaunchedStep, PromptWork
 from semantic.application.parsing import TextAssembler
 from semantic.application.settings import EngineLimits
 from semantic.domain.errors import (
@@ -83,11 +85,15 @@ class BlockPoolBatchEngine:
         self._emit, self._clock = emit, clock
         self._memory = WorkingMemory(backend, store)
         self._scheduler = ConcurrentScheduler(
-            limits, window=backend.spec.window, has_state=backend.spec.num_state > 0
+            limits,
+            window=backend.spec.window,
+            has_state=backend.spec.num_state > 0,
+            needs_whole_images=backend.traits.needs_whole_images,
         )
         budget = self._scheduler.budget
         self._sharing = PrefixSharing(backend, store, self._memory.idle, budget, on_ready)
-        self.draft_with(AdaptiveDraftPlanner(backend.traits, tokenizer.eos_ids))
+        own = None if backend.head is None else HeadDrafts(backend.head, clock)
+        self.draft_with(AdaptiveDraftPlanner(backend.traits, tokenizer.eos_ids, own))
         self._generations: dict[str, Generation] = {}
         self._launched: deque[LaunchedStep] = deque()
         self._last_collect = 0.0
@@ -174,6 +180,13 @@ class BlockPoolBatchEngine:
     def draft_with(self, planner: DraftPlanner) -> None:
         self._planner = self._scheduler.planner = planner
 
+    def add_draft_model(self, backend: ModelBackendPort) -> None:
+        """Draft with a second model, not with a head; its sequences share the memory budget."""
+        vocab_size = self._backend.spec.vocab_size
+        drafts = ModelDrafts(backend, self._store, self._clock, vocab_size)
+        self._memory.release_drafts = drafts.release
+        self.draft_with(AdaptiveDraftPlanner(self._backend.traits, self._tokenizer.eos_ids, drafts))
+
     def step(self) -> bool:
         """Run one iteration; returns whether there was work to launch, collect, embed or load."""
         now = self._clock()
@@ -187,6 +200,7 @@ class BlockPoolBatchEngine:
         is_embedding = bool(embeddings.jobs) and not embeddings.is_waiting
         is_busy = bool(rows or launched or is_embedding) or self._admission.can_restore
         is_awaited = not rows or not launched or launched[-1].is_awaited(len(self._generations))
+        is_awaited = is_awaited or self._scheduler.is_exclusive
         self._collect_all(but=0 if is_awaited else self._backend.traits.pipeline_depth)
         if embeddings.jobs:
             may_wait = bool(self._scheduler.running or launched) or self._store.is_busy
@@ -245,7 +259,7 @@ class BlockPoolBatchEngine:
         """
         guest = GuestSequence(SequenceId(next(self._sequence_ids)))
         while not self._memory.resize(guest.seq, len(tokens)):
-            if not self._memory.close_oldest_idle():
+            if not self._memory.make_room():
                 what = f"a sequence of {len(tokens)} tokens does not fit this server's memory now"
                 raise PoolExhaustedError(f"{what}; try again.", retry_after_s=5)
         self._guests.add(guest)
@@ -313,7 +327,7 @@ class BlockPoolBatchEngine:
         except Exception as error:  # noqa: BLE001 - `_isolate` retries each row alone
             self._isolate(rows, error)
             return
-        num_prompt = num_drafted = 0
+        prompts, num_drafted = PromptWork(), 0
         for generation, chunk in rows:
             if not generation.progress.is_started:
                 generation.job.trace.prefilled = started
@@ -321,8 +335,8 @@ class BlockPoolBatchEngine:
             generation.count_launched(chunk)
             num_drafted += len(chunk.draft)
             if chunk.start + 1 < generation.num_prompt:
-                num_prompt += chunk.num_tokens
-        self._launched.append(LaunchedStep(tuple(rows), ticket, started, num_prompt, num_drafted))
+                prompts += PromptWork.of(chunk.start, chunk.num_tokens)
+        self._launched.append(LaunchedStep(tuple(rows), ticket, started, prompts, num_drafted))
 
     def _collect_all(self, but: int = 0) -> None:
         while len(self._launched) > but:
@@ -340,8 +354,8 @@ class BlockPoolBatchEngine:
         if self._scheduler.limits.draft_tokens and step.follows(self._last_step):
             self._planner.observe(len(step.rows), step.num_drafted, now - self._last_collect)
         self._last_collect, self._last_step = now, step
-        self._scheduler.budget.observe(step.num_prompt_tokens, now - begun)
-        self._watch.note_step(now - begun, len(step.rows), step.num_prompt_tokens)
+        self._scheduler.budget.observe(step.prompts, now - begun)
+        self._watch.note_step(now - begun, len(step.rows), step.prompts.num_tokens)
         for (generation, chunk), row in zip(step.rows, output.rows, strict=True):
             try:
                 self._apply(generation, chunk, row)
@@ -364,7 +378,7 @@ class BlockPoolBatchEngine:
     def _isolate_one(self, generation: Generation, chunk: Chunk, error: Exception) -> None:
         was_retried = generation.progress.retry_until is not None
         generation.progress.num_rows = 0
-        generation.sealing.is_active = False  # the state after a failed step may be corrupt
+        generation.sealing.stop()
         if generation.is_done:
             self._retire(generation, is_sound=False)
         elif was_retried:

@@ -1,5 +1,6 @@
 """A job in progress: how far it is computed, sealed, restored and drafted."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 
@@ -11,6 +12,7 @@ from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockName, PartKey, block_end, common_prefix
 from semantic.domain.chat import ServiceClass
 from semantic.domain.events import (
+    DraftOrigin,
     Failed,
     Finished,
     PrefillProgress,
@@ -18,6 +20,7 @@ from semantic.domain.events import (
     TextDelta,
     Usage,
 )
+from semantic.domain.images.spans import cut_before_image, spans_within
 from semantic.domain.sampling import FinishReason, TokenLogprob
 from semantic.ports.backend import LAST_SAMPLED, Chunk, Computed, Draw, Sampled, SequenceId
 from semantic.ports.text import TokenConstraint
@@ -84,6 +87,7 @@ class Sealing:
         last_start: Start of the last block that this request sealed itself.
         pointer: Name of the block where the state ends; set when the tail is sealed.
         is_wanted: Whether to seal blocks at all.
+        is_sound: False once a step failed, because the state on the device may be corrupt.
         is_active: False once a block could not be sealed; later blocks are useless without it.
     """
 
@@ -96,6 +100,7 @@ class Sealing:
     names: list[BlockName] = field(default_factory=list)
     pointer: BlockName | None = None
     is_wanted: bool = True
+    is_sound: bool = True
     is_active: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -107,7 +112,15 @@ class Sealing:
 
     def restart(self) -> None:
         self.start_at(0, self.root, 0)
-        self.is_active = self.is_wanted
+        self.is_sound, self.is_active = True, self.is_wanted
+
+    def stop(self) -> None:
+        """Seal nothing more until the sequence starts again: a step failed."""
+        self.is_sound = self.is_active = False
+
+    def try_again(self) -> None:
+        """Seal on after a block that found no room: the writer may have made some since."""
+        self.is_active = self.is_wanted and self.is_sound
 
     def block_at(self, position: int) -> tuple[int, int]:
         """Start and end of the block that holds `position`, which must not be sealed yet."""
@@ -165,16 +178,21 @@ class Drafting:
 
     Attributes:
         room: The most draft tokens that the next row may carry.
+        accepted: Accepted draft tokens by where they came from.
     """
 
     room: int = 0
     num_sent: int = 0
-    num_accepted: int = 0
+    accepted: Counter[DraftOrigin] = field(default_factory=Counter)
     latest: Draft = NO_DRAFT
+
+    @property
+    def num_accepted(self) -> int:
+        return self.accepted.total()
 
     def accept(self, index: int) -> TokenConstraint | None:
         """Count a token of the latest draft; returns the constraint's state after it, if any."""
-        self.num_accepted += 1
+        self.accepted[self.latest.origin] += 1
         return self.latest.states[index] if self.latest.states else None
 
 
@@ -266,7 +284,14 @@ class Generation:
         """Tokens of another sequence's state that this one can reuse; 0 across tenants."""
         if root != self.job.root:
             return 0
-        return min(common_prefix(tokens, self.tokens), self.num_reusable)
+        return self.without_cut_image(min(common_prefix(tokens, self.tokens), self.num_reusable))
+
+    def without_cut_image(self, num_tokens: int) -> int:
+        """Return the largest number of tokens, up to this one, that ends inside no image.
+
+        Key ids identify an image only together: two images may share the first few by chance.
+        """
+        return cut_before_image(num_tokens, self.job.images)
 
     # -- position -------------------------------------------------------------------------------
 
@@ -296,7 +321,8 @@ class Generation:
         self.drafting.latest = draft
         known = tuple(self.tokens[start:end])
         if not self.needs_scores:
-            return Chunk(self.seq, start, known, draw, draft.tokens, draft.masks)
+            images = spans_within(self.job.images, start, end)
+            return Chunk(self.seq, start, known, draw, draft.tokens, draft.masks, images=images)
         targets = tuple(self.tokens[start + 1 : min(end + 1, self.num_prompt)])
         num_top = self.job.sampling.top_logprobs or 0
         return Chunk(self.seq, start, known, draw, targets=targets, num_top=num_top)
@@ -366,6 +392,7 @@ class Generation:
             cache_creation_tokens=0 if self.job.is_ephemeral else reuse.computed,
             accepted_prediction_tokens=drafting.num_accepted,
             rejected_prediction_tokens=drafting.num_sent - drafting.num_accepted,
+            accepted_by_source={str(origin): n for origin, n in drafting.accepted.items()},
         )
 
     @property

@@ -115,7 +115,7 @@ class PrefixSharing:
             best = OpenSource(copy.seq, num_tokens, is_taken_over=may_take and (is_whole or is_own))
         for other in running:
             shared = generation.num_shared(other.job.root, other.tokens)
-            shared = min(shared, other.progress.num_computed)
+            shared = generation.without_cut_image(min(shared, other.progress.num_computed))
             is_nearer = best is None and 0 < shared == num_tokens
             if other is not generation and (shared > num_tokens or is_nearer):
                 num_tokens = shared
@@ -167,13 +167,15 @@ class PrefixSharing:
     def end_restore_early(self, generation: Generation) -> None:
         """End a restore early and compute the rest of the tokens.
 
-        Keeps the loaded part if the model can resume anywhere; otherwise computes all tokens.
+        Keeps the loaded part if the model can resume at its end; otherwise computes all tokens.
         """
         restore = generation.prefix.restore
         if restore is None:
             return
-        if restore.loaded_plan is not None and self.can_cut_anywhere:
-            self._resume_restored(generation, restore, restore.loaded_plan)
+        loaded = restore.loaded_plan
+        can_resume = loaded is not None and generation.without_cut_image(loaded.end) == loaded.end
+        if loaded is not None and can_resume and self.can_cut_anywhere:
+            self._resume_restored(generation, restore, loaded)
             return
         generation.prefix.end_restore()
         self._backend.close_sequence(generation.seq)
@@ -197,16 +199,19 @@ class PrefixSharing:
     def seal_tail(self, generation: Generation) -> None:
         """Seal the full blocks and the partial block after them, at a request's end or preemption.
 
+        A partial block that ends inside an image is not sealed: no request could resume there.
         Sets `Sealing.pointer` to the last sealed block.
         """
         trace, sealing = generation.job.trace, generation.sealing
         if not sealing.is_wanted:
             return
         trace.sealing = time.monotonic()
+        sealing.try_again()
         self.seal(generation, is_last=True)
         start, end = sealing.num_sealed, generation.progress.num_computed
         sealing.pointer = sealing.chain if sealing.num_sealed else None
-        if sealing.is_active and start < end:
+        is_whole = generation.without_cut_image(end) == end
+        if sealing.is_active and start < end and is_whole:
             tail = self._seal_block(generation, start, end, is_end=True)
             if tail is not None:
                 sealing.pointer, sealing.num_sealed = tail, end
@@ -225,16 +230,22 @@ class PrefixSharing:
         """Return the prefix worth restoring; planned again when the index or the tokens change.
 
         Each call decides again which parts are faster to read than to compute, since disk speed
-        varies; parts already prefetched for this request stay in the plan.
+        varies; parts already prefetched for this request stay in the plan. A plan that would end
+        inside an image ends before it.
         """
-        root, basis = generation.job.root, (self._store.version, generation.num_reusable)
+        end = generation.num_reusable
+        while True:
+            plan = self._plan_up_to(generation, end)
+            end = generation.without_cut_image(plan.end)
+            if end == plan.end:
+                return plan
+
+    def _plan_up_to(self, generation: Generation, end: int) -> RestorePlan:
+        root, basis = generation.job.root, (self._store.version, end)
         prefix = generation.prefix
         if prefix.plan is None or prefix.plan_basis != basis:
-            prefix.plan = self._store.plan(
-                root,
-                generation.tokens[: generation.num_reusable],
-                is_used=not generation.job.is_ephemeral,
-            )
+            is_used = not generation.job.is_ephemeral
+            prefix.plan = self._store.plan(root, generation.tokens[:end], is_used=is_used)
             prefix.plan_basis = basis
         cost, begun = self._budget.seconds_per_token, prefix.prefetched_parts
         return worth_reading(
@@ -242,7 +253,7 @@ class PrefixSharing:
         )
 
     def _begin_restore(self, generation: Generation, plan: RestorePlan) -> None:
-        self._backend.open_sequence(generation.seq, generation.tokens)
+        self._backend.open_sequence(generation.seq, generation.tokens, generation.job.images)
         if not plan.parts:
             generation.resume(0, plan.chain, 0)
             generation.prefix.count_reuse(Reuse(computed=generation.num_prompt))

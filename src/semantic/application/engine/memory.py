@@ -8,7 +8,7 @@ close. Used on the device thread only.
 import sys
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from semantic.application.cache.store import AgentCacheStore
@@ -105,6 +105,10 @@ class WorkingMemory:
     """Reserves memory in the pool for open sequences.
 
     It reserves one total for all sequences, since they may share padding.
+
+    Attributes:
+        release_drafts: Frees the memory of a draft model's sequences; returns whether there were
+            any.
     """
 
     def __init__(self, backend: ModelBackendPort, store: AgentCacheStore) -> None:
@@ -112,6 +116,7 @@ class WorkingMemory:
         self._store = store
         self._block_tokens = backend.spec.block_tokens
         self.idle = IdleCopies(store.telemetry.counts.engine)
+        self.release_drafts: Callable[[], bool] = lambda: False
         self._lengths: dict[SequenceId, int] = {}
         self._reserved = 0
 
@@ -145,12 +150,14 @@ class WorkingMemory:
     def resize(self, seq: SequenceId, length: int, *, may_evict: bool = True) -> bool:
         """Reserve `length` tokens for a sequence; False, without a change, if memory is short.
 
-        Evicts no blocks as long as `close_oldest_idle` can drop tokens computed ahead.
+        Evicts no blocks as long as `make_room` can drop tokens computed ahead.
         """
         lengths = {**self._lengths, seq: length}
         if not length:
             del lengths[seq]
         needed = self._backend.bytes_for(list(lengths.values()))
+        if needed > max(self._room, self._reserved):
+            return False
         try:
             if needed > self._reserved:
                 may_evict = may_evict and self._oldest_ahead(spared=seq) is None
@@ -189,8 +196,15 @@ class WorkingMemory:
             self.close_oldest_idle()
 
     def _may_be_idle(self, lengths: list[int], max_idle: int) -> bool:
-        budget = self._store.usage().total * _IDLE_SHARE
+        budget = self._room * _IDLE_SHARE
         return len(lengths) <= max_idle and self._backend.bytes_for(lengths) <= budget
+
+    def make_room(self, spared: SequenceId | None = None) -> bool:
+        """Free memory that no request needs, except the idle copy `spared`; False if none is left.
+
+        A draft model's sequences close before idle copies do.
+        """
+        return self.release_drafts() or self.close_oldest_idle(spared)
 
     def close_oldest_idle(self, spared: SequenceId | None = None) -> bool:
         """Close the oldest idle copy other than `spared`; returns False if there is none.
@@ -261,10 +275,17 @@ class WorkingMemory:
                 self._store.resize(nbytes)
                 return
             except PoolExhaustedError:
-                if not self.close_oldest_idle():
+                if not self.make_room():
                     raise
+
+    @property
+    def _room(self) -> int:
+        """Bytes for open sequences: the budget, or what the device has for them."""
+        total, room = self._store.usage().total, self._backend.traits.kv_room
+        return total if room is None else min(total, room)
 
     def longest_that_fits(self) -> int:
         lengths = range(1, self._backend.spec.max_context + 1)
-        total = self._store.usage().total
-        return bisect_right(lengths, total, key=lambda length: self._backend.bytes_for([length]))
+        return bisect_right(
+            lengths, self._room, key=lambda length: self._backend.bytes_for([length])
+        )

@@ -13,15 +13,25 @@ from semantic.application.engine.request import EmbeddingJob, EventBatch, EventS
 from semantic.domain.agents import Principal
 from semantic.domain.blocks import BlockName, BlockNamespace
 from semantic.domain.errors import ConflictError, DrainingError, ModelSwapError, SemanticError
-from semantic.domain.events import Failed, Finished
+from semantic.domain.events import DraftOrigin, Failed, Finished
 from semantic.domain.reply_format import ReplyFormat
 from semantic.domain.sampling import SamplingDefaults
-from semantic.ports.backend import ModelBackendPort, ModelEntry
+from semantic.ports.backend import ModelBackendPort
 from semantic.ports.inbound import ModelState
+from semantic.ports.models import ModelEntry
 from semantic.ports.text import GrammarPort, TokenizerPort
+from semantic.ports.vision import VisionPort
 
 T = TypeVar("T")
 STARTING = "starting"  # the loading step before the model was checked
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A smaller model with the same tokenizer, which drafts tokens for the served one."""
+
+    id: str
+    backend: ModelBackendPort
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,8 @@ class LoadedModel:
     Attributes:
         fingerprint: Identifies the model; if empty, `id` does.
         grammar: Constrains replies to a schema or grammar; None disables this.
+        draft: Loaded and unloaded with the model; None if there is none.
+        vision: Prepares images; None if the model does not accept images.
     """
 
     id: str
@@ -41,6 +53,20 @@ class LoadedModel:
     reply_format: ReplyFormat = field(default_factory=ReplyFormat)
     grammar: GrammarPort | None = None
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    vision: VisionPort | None = None
+    draft: DraftModel | None = None
+
+    @property
+    def drafts_by(self) -> str:
+        """What drafts tokens beside memory: a model's id, `mtp` for the own head, or nothing."""
+        if self.draft is not None:
+            return self.draft.id
+        return "" if self.backend.head is None else str(DraftOrigin.HEAD)
+
+    @property
+    def backends(self) -> tuple[ModelBackendPort, ...]:
+        """The backends to shut down, in this order."""
+        return (self.backend,) if self.draft is None else (self.draft.backend, self.backend)
 
     @property
     def system_fingerprint(self) -> str:

@@ -12,7 +12,8 @@ from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import ServiceClass
 from semantic.domain.errors import BackendError, DeviceLostError, SemanticError
-from semantic.domain.events import Event
+from semantic.domain.events import DraftOrigin, Event
+from semantic.domain.images.spans import ImageSpan
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.backend import SequenceId
 from semantic.ports.telemetry import RequestTrace
@@ -47,6 +48,7 @@ class Job:
             alternatives each.
         is_ephemeral: Whether the engine keeps nothing of the request: no block, no idle copy and
             no source of draft tokens.
+        images: The images of the prompt in ascending order; `boundaries` has their starts and ends.
     """
 
     id: str
@@ -68,6 +70,7 @@ class Job:
     spelled: Mapping[int, bytes] | None = None
     is_prompt_scored: bool = False
     is_ephemeral: bool = False
+    images: tuple[ImageSpan, ...] = ()
     trace: RequestTrace = field(default_factory=RequestTrace, compare=False)
 
 
@@ -112,11 +115,13 @@ class AheadJob:
     Attributes:
         agent: As in `Job`; the agent's next request replaces this job.
         tokens: The whole conversation as far as it is known or predicted.
+        images: The images in `tokens`, in ascending order.
     """
 
     agent: str
     root: BlockName
     tokens: tuple[int, ...]
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +136,10 @@ class Draft:
     tokens: tuple[int, ...] = ()
     masks: tuple[bytes | None, ...] = ()
     states: tuple[TokenConstraint, ...] = ()
+    origin: DraftOrigin = DraftOrigin.MEMORY
 
     def cut(self, size: int) -> "Draft":
-        return Draft(self.tokens[:size], self.masks[:size], self.states[:size])
+        return Draft(self.tokens[:size], self.masks[:size], self.states[:size], self.origin)
 
 
 NO_DRAFT: Final = Draft()

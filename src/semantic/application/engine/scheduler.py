@@ -21,14 +21,15 @@ admits a candidate when it has memory for it.
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from semantic.application.engine.generation import Generation
 from semantic.application.engine.request import NO_DRAFT, Draft
 from semantic.application.engine.speculative.planner import DraftPlanner
-from semantic.application.engine.steps import ChunkBudget
+from semantic.application.engine.steps import ChunkBudget, PromptWork
 from semantic.application.settings import EngineLimits
+from semantic.domain.images.spans import whole_chunk_end
 
 
 class VirtualClock:
@@ -92,14 +93,25 @@ class ConcurrentScheduler:
     Attributes:
         planner: Proposes draft tokens; None disables them.
         waiting: Requests that are not admitted yet, or were preempted.
+        is_exclusive: Whether the last planned step is a long chunk of a prompt that takes much
+            longer, and nothing else. It should end before the next one is launched: a request that
+            arrives then waits for one such chunk, not for two.
     """
 
-    BREAK_SHARE = 1 / 12  # length of the break, as a share of the step with the long prompt
+    BREAK_SHARE = 1 / 8  # length of the break, as a share of the step with the long prompt
     SHORT_SHARE = 4  # a prompt is short if it fits a step's token budget this many times
     SCORED_TOKENS = 256  # tokens per step whose logits are all computed, to bound their memory
+    LONG_CHUNK_MS, LONG_PROMPT_MS = 100.0, 1000.0  # see `is_exclusive`
     PLAIN_TOKENS = 3  # first tokens of a reply without drafts, to measure steps without them
 
-    def __init__(self, limits: EngineLimits, *, window: int = 0, has_state: bool = False) -> None:
+    def __init__(
+        self,
+        limits: EngineLimits,
+        *,
+        window: int = 0,
+        has_state: bool = False,
+        needs_whole_images: bool = False,
+    ) -> None:
         """Create a scheduler without requests.
 
         Args:
@@ -108,14 +120,17 @@ class ConcurrentScheduler:
                 push tokens out of the window before they are sealed.
             has_state: Whether the model has recurrent state. Chunks then end at the jobs'
                 boundaries, since the state can be sealed only where a chunk ends.
+            needs_whole_images: See `Traits`; a chunk is then longer than the budget if an image is.
         """
         self.limits = limits
         self.budget = ChunkBudget()
         self.planner: DraftPlanner | None = None
         self._window = window
         self._has_state = has_state
+        self._needs_whole_images = needs_whole_images
         self._clock = VirtualClock()
         self._break_ms = 0.0  # remaining break, before long prompts continue
+        self.is_exclusive = False
         self.waiting: list[Generation] = []
         self.running: list[Generation] = []
 
@@ -157,40 +172,61 @@ class ConcurrentScheduler:
         for generation in ready:
             (decoding if generation.num_behind == 1 else behind).append(generation)
         fits = self.budget.tokens if decoding else self.budget.tokens_alone
-        size = fits(self.limits) if behind else 0
-        short_size = max(size // self.SHORT_SHARE, self.budget.MIN_TOKENS)
+        sizes = {g.order: fits(self.limits, g.progress.num_launched) for g in behind}
         behind.sort(key=lambda g: self._urgency(g, now))
-        prompts = self._prompts_of_step(decoding, behind, short_size) if behind else behind
+        prompts = self._prompts_of_step(decoding, behind, sizes) if behind else behind
         drafts = self._drafts_of(decoding, has_prompts=bool(prompts))
         portions = [Portion(g, 1, drafts.get(g.order, NO_DRAFT)) for g in decoding]
-        portions += self._prompts(prompts, size - sum(len(p.draft.tokens) for p in portions))
-        self._count_break(portions[len(decoding) :], short_size)
+        num_drafted = sum(len(p.draft.tokens) for p in portions)
+        portions += self._prompts(prompts, sizes, num_drafted)
+        self._count_break(portions[len(decoding) :], sizes)
+        self.is_exclusive = len(portions) == 1 and self._is_long(portions[0])
         for portion in portions:
             self._serve(portion, now)
         return portions
 
     def _prompts_of_step(
-        self, decoding: Sequence[Generation], behind: list[Generation], short_size: int
+        self, decoding: Sequence[Generation], behind: list[Generation], sizes: Mapping[int, int]
     ) -> list[Generation]:
         """Return the prompts for this step: only short ones during a break that helps others."""
         if self._break_ms <= 0:
             return behind
-        short = [g for g in behind if g.num_behind <= short_size]
+        short = [g for g in behind if self._is_short(g, sizes)]
         is_for_background = behind[0].is_background
         others = (g for g in (*decoding, *short) if is_for_background or not g.is_background)
         return short if any(others) else behind
 
-    def _count_break(self, prompts: Sequence[Portion], short_size: int) -> None:
+    def _is_long(self, portion: Portion) -> bool:
+        generation, budget = portion.generation, self.budget
+        start, num_behind = generation.progress.num_launched, generation.num_behind
+        return (
+            budget.expected_ms(PromptWork.of(start, portion.num_tokens)) > self.LONG_CHUNK_MS
+            and budget.expected_ms(PromptWork.of(start, num_behind)) > self.LONG_PROMPT_MS
+        )
+
+    def _is_short(self, generation: Generation, sizes: Mapping[int, int]) -> bool:
+        short = max(sizes[generation.order] // self.SHORT_SHARE, self.budget.MIN_TOKENS)
+        return generation.num_behind <= short
+
+    def _count_break(self, prompts: Sequence[Portion], sizes: Mapping[int, int]) -> None:
         """Start a break after a step with a long prompt; other steps use it up."""
-        expected_ms = self.budget.expected_ms(sum(p.num_tokens for p in prompts))
-        if any(p.generation.num_behind > short_size for p in prompts):
+        work = PromptWork()
+        for portion in prompts:
+            work += PromptWork.of(portion.generation.progress.num_launched, portion.num_tokens)
+        expected_ms = self.budget.expected_ms(work)
+        if any(not self._is_short(p.generation, sizes) for p in prompts):
             self._break_ms = self.BREAK_SHARE * expected_ms
         elif self._break_ms > 0:
             self._break_ms -= expected_ms or self._break_ms  # an unknown duration ends the break
 
-    def _prompts(self, ordered: Sequence[Generation], budget: int) -> Iterator[Portion]:
-        whole, to_score = budget, self.SCORED_TOKENS
+    def _prompts(
+        self, ordered: Sequence[Generation], sizes: Mapping[int, int], num_drafted: int
+    ) -> Iterator[Portion]:
+        """Yield chunks that fill a step; `sizes` has the tokens that fill it at each position."""
+        share, to_score = 1.0, self.SCORED_TOKENS
         for generation in ordered:
+            whole = sizes[generation.order] - num_drafted
+            budget = round(share * whole)
             if budget <= 0:
                 break
             left = self._distance_to_cut(generation)
@@ -199,11 +235,18 @@ class ConcurrentScheduler:
             if not left:
                 continue
             num_tokens = self.budget.chunk(generation.progress.num_launched, budget, left)
+            num_tokens = self._with_whole_images(generation, num_tokens)
             if num_tokens < left and budget < whole / 2:
                 continue  # too small a chunk to help this prompt; the next step offers a larger one
             yield Portion(generation, num_tokens)
-            budget -= num_tokens
+            share -= num_tokens / whole
             to_score -= num_tokens if generation.needs_scores else 0
+
+    def _with_whole_images(self, generation: Generation, num_tokens: int) -> int:
+        if not self._needs_whole_images:
+            return num_tokens
+        start = generation.progress.num_launched
+        return whole_chunk_end(start, start + num_tokens, generation.job.images) - start
 
     def wants_tokens(self) -> bool:
         """Whether to collect sampled tokens before the next step, so that drafts can follow."""

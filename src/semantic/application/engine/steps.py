@@ -3,9 +3,11 @@
 `ChunkBudget` learns how many prompt tokens fit a step, `StepCosts` what draft tokens cost.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from statistics import mean
 from typing import Optional
 
@@ -14,14 +16,40 @@ from semantic.application.settings import EngineLimits
 from semantic.ports.backend import Chunk, Ticket
 from semantic.ports.telemetry import Measure, RequestTrace, TelemetryPort
 
-_LEAST_SPREAD = 0.01  # squared variation coefficient of sizes; below it no line can be fitted
-_BUDGET_SMOOTHING = 0.3
+_BUDGET_SMOOTHING = 0.2
 _SECONDS_TO_MS = 1000.0
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
 _COST_SMOOTHING = 0.2
 _FORGETTING = 0.998  # decay of the extra cost of drafts, per step without them
 _SETTLED = 2  # measurements before the cost of a step size is known
 _FIRST_SLOPE = 0.02  # share of a step's time per further token, before any measurement
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWork:
+    """What a step computes of prompts.
+
+    Attributes:
+        num_keys: Tokens that each chunk attends to, summed over chunks.
+        num_pairs: Pairs of a token and a token that it attends to.
+    """
+
+    num_tokens: int = 0
+    num_keys: int = 0
+    num_pairs: float = 0.0
+
+    @classmethod
+    def of(cls, start: int, num_tokens: int) -> "PromptWork":
+        """Describe a chunk of `num_tokens` after `start` tokens."""
+        end = start + num_tokens
+        return cls(num_tokens, end, num_tokens * (start + end) / 2)
+
+    def __add__(self, other: "PromptWork") -> "PromptWork":
+        return PromptWork(
+            self.num_tokens + other.num_tokens,
+            self.num_keys + other.num_keys,
+            self.num_pairs + other.num_pairs,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +59,7 @@ class LaunchedStep:
     rows: tuple[tuple[Generation, Chunk], ...]
     ticket: Ticket
     launched_at: float
-    num_prompt_tokens: int
+    prompts: PromptWork
     num_drafted: int
 
     def is_awaited(self, num_requests: int) -> bool:
@@ -49,7 +77,7 @@ class LaunchedStep:
         A step without draft tokens right after one with them is excluded: it was launched later
         than usual, so the time would include the delay.
         """
-        if other is None or self.num_prompt_tokens or other.num_prompt_tokens:
+        if other is None or self.prompts.num_tokens or other.prompts.num_tokens:
             return False
         if len(self.rows) != len(other.rows) or (other.num_drafted and not self.num_drafted):
             return False
@@ -85,38 +113,78 @@ class EngineWatch:
         self.counts.accepted_tokens += generation.drafting.num_accepted
 
 
-class _Line:
-    """Weighted linear fit of prefill time over prompt tokens; recent steps weigh most.
+class _PrefillCost:
+    """Predicts prefill time from tokens and their positions; recent steps weigh most.
 
-    A line instead of a mean, since a step has a fixed cost, which is large on a fast device.
+    The time is linear in four terms, none of them negative: each step, each token, each token that
+    a chunk attends to, and each pair of them. The first is large on a fast device; the last two
+    make a chunk slower the later it is in a prompt: at 100,000 tokens about four times.
     """
 
-    def __init__(self) -> None:
-        self._weights = self._tokens = self._squares = self._ms = self._products = 0.0
+    _SWEEPS = 12
 
-    def add(self, num_tokens: int, elapsed_ms: float, weight: float) -> None:
-        kept = 1 - _BUDGET_SMOOTHING * weight
-        self._weights = self._weights * kept + weight
-        self._tokens = self._tokens * kept + weight * num_tokens
-        self._squares = self._squares * kept + weight * num_tokens**2
-        self._ms = self._ms * kept + weight * elapsed_ms
-        self._products = self._products * kept + weight * num_tokens * elapsed_ms
+    def __init__(self) -> None:
+        self._squares = [[0.0] * 4 for _ in range(4)]
+        self._products = [0.0] * 4
+        self._costs = [0.0] * 4
+
+    def add(self, work: PromptWork, elapsed_ms: float, weight: float) -> None:
+        terms, kept = _terms(work), 1 - _BUDGET_SMOOTHING * weight
+        if not self.is_known:
+            self._costs[1] = elapsed_ms / work.num_tokens
+        for row, mine in enumerate(terms):
+            self._products[row] = self._products[row] * kept + weight * mine * elapsed_ms
+            self._squares[row] = [
+                known * kept + weight * mine * other
+                for known, other in zip(self._squares[row], terms, strict=True)
+            ]
+        for _ in range(self._SWEEPS):
+            self._improve()
+
+    def _improve(self) -> None:
+        """Set each cost to its best value for the others.
+
+        From the costs before, so that terms which the steps do not tell apart keep their shares.
+        """
+        for row, squares in enumerate(self._squares):
+            known = sum(map(mul, squares, self._costs)) - squares[row] * self._costs[row]
+            self._costs[row] = max((self._products[row] - known) / squares[row], 0.0)
+
+    @property
+    def is_known(self) -> bool:
+        return self._squares[0][0] > 0
 
     @property
     def mean_slope(self) -> float:
-        """Milliseconds per token, including the fixed cost; 0 before the first step."""
-        return self._ms / self._tokens if self._tokens else 0.0
+        """Milliseconds per token, everything included; 0 before the first step."""
+        return self._products[0] / self._squares[0][1] if self.is_known else 0.0
 
-    def longest(self, elapsed_ms: float) -> float:
-        """Tokens that fit `elapsed_ms`; uses the line up to three times the mean size."""
-        by_mean = elapsed_ms / self.mean_slope
-        spread = self._weights * self._squares - self._tokens**2
-        slope = self._weights * self._products - self._tokens * self._ms
-        if spread <= _LEAST_SPREAD * self._tokens**2 or slope <= 0:
+    def of(self, work: PromptWork) -> float:
+        return sum(cost * term for cost, term in zip(self._costs, _terms(work), strict=True))
+
+    def fixed_ms(self, start: int) -> float:
+        """Milliseconds of a chunk after `start` tokens, however small it is."""
+        return self._costs[0] + self._costs[2] * start
+
+    def longest(self, elapsed_ms: float, start: int) -> float:
+        """Tokens after `start` that fit `elapsed_ms`.
+
+        Beyond three times the mean size, a token counts as much as in a chunk of the mean size.
+        """
+        mean_size = self._squares[0][1] / self._squares[0][0]
+        of_mean = self.of(PromptWork.of(start, round(mean_size)))
+        by_mean = elapsed_ms * mean_size / of_mean
+        room_ms = elapsed_ms - self.fixed_ms(start)
+        # token + key + pair * start, times n, plus half a pair times n squared
+        slope, pair = self._costs[1] + self._costs[2] + self._costs[3] * start, self._costs[3]
+        if room_ms <= 0 or slope <= 0:
             return by_mean
-        first_ms = (self._ms - slope / spread * self._tokens) / self._weights
-        by_line = (elapsed_ms - first_ms) * spread / slope
-        return max(by_mean, min(by_line, 3 * self._tokens / self._weights))
+        by_cost = 2 * room_ms / (slope + math.sqrt(slope**2 + 2 * pair * room_ms))
+        return max(by_mean, min(by_cost, 3 * mean_size))
+
+
+def _terms(work: PromptWork) -> tuple[float, float, float, float]:
+    return 1.0, float(work.num_tokens), float(work.num_keys), work.num_pairs
 
 
 class ChunkBudget:
@@ -132,6 +200,8 @@ class ChunkBudget:
     BLOCK = 32
     MIN_TOKENS = 64
     PATIENCE = 12
+    FIXED_SHARE = 6  # a chunk should take this many times its fixed cost
+    BESIDE_MS = 200.0  # limit of a step that is longer than PATIENCE for that reason
     NUM_TRIALS = 3  # steps without prompts to measure before their duration is known
     FIRST = 128  # tokens before any measurement: on a slow device more would look like a hang
     USUAL = 512
@@ -142,13 +212,13 @@ class ChunkBudget:
     MAX_ALIGNED = 2048
 
     def __init__(self) -> None:
-        self._seen = _Line()
+        self._seen = _PrefillCost()
         self._decode_ms = 0.0
         self._trials_ms: list[float] = []
 
-    def observe(self, num_prompt_tokens: int, elapsed_s: float) -> None:
+    def observe(self, work: PromptWork, elapsed_s: float) -> None:
         elapsed_ms = elapsed_s * _SECONDS_TO_MS
-        if num_prompt_tokens == 0:
+        if work.num_tokens == 0:
             if len(self._trials_ms) < self.NUM_TRIALS:
                 self._trials_ms.append(elapsed_ms)
                 # Leave out the slowest: it may include one-time setup.
@@ -160,8 +230,8 @@ class ChunkBudget:
         # A step with prompts takes longer than its decoding part, so it bounds the estimate.
         self._decode_ms = min(self._decode_ms, elapsed_ms / 2)
         # Reading the weights dominates small steps, so their time says little about a token.
-        weight = min(1.0, num_prompt_tokens / self.USUAL)
-        self._seen.add(num_prompt_tokens, elapsed_ms - self._decode_ms, weight)
+        weight = min(1.0, work.num_tokens / self.USUAL)
+        self._seen.add(work, elapsed_ms - self._decode_ms, weight)
 
     @property
     def _ms_per_token(self) -> float:
@@ -180,8 +250,8 @@ class ChunkBudget:
         """
         return self.ALONE_MS / self._ms_per_token if self._ms_per_token else 0.0
 
-    def tokens(self, limits: EngineLimits) -> int:
-        """Prompt tokens per step while sequences decode: `MIN_TOKENS` to `prefill_step_size`.
+    def tokens(self, limits: EngineLimits, start: int = 0) -> int:
+        """Tokens after `start` per step while sequences decode: `MIN_TOKENS` to the setting's.
 
         Without `target_step_ms`, 0 in the first steps, to measure how long decoding alone takes.
         """
@@ -189,31 +259,34 @@ class ChunkBudget:
         if target_ms is None:
             if len(self._trials_ms) < self.NUM_TRIALS:
                 return 0
-            target_ms = self.PATIENCE * self._decode_ms
+            # Breaks follow long steps, so streams gain nothing from chunks of mostly fixed cost.
+            worthwhile_ms = self.FIXED_SHARE * self._seen.fixed_ms(start)
+            target_ms = max(self.PATIENCE * self._decode_ms, min(worthwhile_ms, self.BESIDE_MS))
         fitting = min(self.USUAL, limits.prefill_step_size) / 4
         if self._ms_per_token:
             room_ms = target_ms - self._decode_ms
-            fitting = min(self._seen.longest(room_ms), limits.prefill_step_size)
+            fitting = min(self._seen.longest(room_ms, start), limits.prefill_step_size)
         return max(self._rounded(fitting), self.MIN_TOKENS)
 
-    def tokens_alone(self, limits: EngineLimits) -> int:
+    def tokens_alone(self, limits: EngineLimits, start: int = 0) -> int:
         usual = min(self.USUAL, limits.prefill_step_size)
         if not self._ms_per_token:
             return min(self.FIRST, usual)
-        fitting = min(self._seen.longest(self.ALONE_MS), limits.prefill_step_size)
-        slowest = max(self._rounded(self.SLOWEST_MS / self._ms_per_token), self.MIN_TOKENS)
-        least = max(self._rounded(self.LONGEST_MS / self._ms_per_token), self.FIRST)
+        fitting = min(self._seen.longest(self.ALONE_MS, start), limits.prefill_step_size)
+        ms_per_token = self._seen.of(PromptWork.of(start, usual)) / usual
+        slowest = max(self._rounded(self.SLOWEST_MS / ms_per_token), self.MIN_TOKENS)
+        least = max(self._rounded(self.LONGEST_MS / ms_per_token), self.FIRST)
         return max(self._rounded(fitting), min(usual, slowest, least))
 
-    def tokens_ahead(self, limits: EngineLimits) -> int:
+    def tokens_ahead(self, limits: EngineLimits, start: int = 0) -> int:
         """Tokens of a step that no request waits for."""
         if not self._ms_per_token:
             return self.MIN_TOKENS
-        fitting = min(self._seen.longest(self.AHEAD_MS), limits.prefill_step_size)
+        fitting = min(self._seen.longest(self.AHEAD_MS, start), limits.prefill_step_size)
         return max(self._rounded(fitting), self.BLOCK)
 
-    def expected_ms(self, num_prompt_tokens: int) -> float:
-        return self._decode_ms + num_prompt_tokens * self._ms_per_token
+    def expected_ms(self, work: PromptWork) -> float:
+        return self._decode_ms + (self._seen.of(work) if work.num_tokens else 0.0)
 
     def _rounded(self, num_tokens: float) -> int:
         if num_tokens < self.USUAL:
@@ -242,9 +315,9 @@ class StepCosts:
     def observe(self, num_rows: int, num_drafted: int, seconds: float) -> None:
         if num_drafted:
             size = _size(num_rows + num_drafted)
-            self._drafted[size] = _blended(self._drafted.get(size), seconds)
+            self._drafted[size] = blended(self._drafted.get(size), seconds)
             return
-        self._plain[num_rows] = known = _blended(self._plain.get(num_rows), seconds)
+        self._plain[num_rows] = known = blended(self._plain.get(num_rows), seconds)
         for size, (cost, count) in self._drafted.items():
             if cost > known[0]:
                 self._drafted[size] = known[0] + _FORGETTING * (cost - known[0]), count
@@ -268,11 +341,17 @@ def _size(num_tokens: int) -> int:
     return SIZES[min(bisect_left(SIZES, num_tokens), len(SIZES) - 1)]
 
 
-def _blended(known: tuple[float, int] | None, seconds: float) -> tuple[float, int]:
+def blended(
+    known: tuple[float, int] | None, seconds: float, num_first: int = _SETTLED
+) -> tuple[float, int]:
+    """Add a measurement to a mean of durations, of which recent ones weigh most, and its count.
+
+    Of the first `num_first`, the shortest counts.
+    """
     if known is None:
         return seconds, 1
     cost, count = known
-    if count < _SETTLED:  # the first step of a size may include one-time setup
+    if count < num_first:  # the first step of a size may include one-time setup
         return min(cost, seconds), count + 1
     # An outlier was delayed by something else; cap its influence.
     return cost + _COST_SMOOTHING * (min(seconds, 2 * cost) - cost), count + 1

@@ -6,7 +6,8 @@
    fetch and check the new model while the old one still serves, drain, exchange the two on the
    device thread, and load the old one again if that fails. It also unloads an idle model, and
    loads it again on demand.
-3. `runtime.py`: the settings that may change while the server runs.
+3. `downloads.py`: downloads models while another one serves.
+4. `runtime.py`: the settings that may change while the server runs.
 
 ADR-007 explains why one model is loaded at a time, and what two would require.
 """

@@ -32,13 +32,14 @@ from semantic.domain.errors import (
     SemanticError,
 )
 from semantic.domain.model_names import ModelNames, Suggestion
-from semantic.ports.backend import ModelEntry, ModelFacts, ModelSourcePort, OnProgress
-from semantic.ports.inbound import ModelState, ModelStatus
+from semantic.ports.inbound import ImageSupport, ModelState, ModelStatus
+from semantic.ports.models import FetchProgress, ModelEntry, ModelFacts, ModelSourcePort, OnProgress
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.5  # interval of the check for an idle model
 
 LoadModel: TypeAlias = Callable[[ModelEntry, OnProgress], LoadedModel]
+FetchModel: TypeAlias = Callable[[OnProgress, FetchProgress], None]
 
 
 class ModelRegistry:
@@ -57,6 +58,7 @@ class ModelRegistry:
     ) -> None:
         """`load` is called on the device thread, which loads `first` by itself."""
         self.policy = SwapPolicy()
+        self.has_ocr = False  # whether models that accept only text get the text in images
         self._device = device
         self._lifecycle = device.lifecycle
         self._lifecycle.served, self._lifecycle.on_step = first, self._publish_step
@@ -130,22 +132,21 @@ class ModelRegistry:
         model = self._lifecycle.model
         if model is None or model.id != entry.id:
             model = None
+        max_context = model.backend.spec.max_context if model else 0
         return ModelStatus(
             id=entry.id,
             backend=self._backend_name,
             state=state,
             detail=detail,
-            max_context=model.backend.spec.max_context if model else 0,
+            max_context=max_context,
             created_at=self._created_at,
             compute=model.backend.traits.compute if model else None,
             family=entry.family or (model.backend.spec.model_type if model else ""),
             num_bytes=entry.num_bytes,
             fits=entry.fits,
-            usable_context=(
-                min(model.backend.spec.max_context, self._lifecycle.longest_sequence)
-                if model
-                else 0
-            ),
+            usable_context=min(max_context, self._lifecycle.longest_sequence) if model else 0,
+            draft_model=model.drafts_by if model else "",
+            images=ImageSupport.of(model.vision, has_ocr=self.has_ocr) if model else None,
         )
 
     def facts(self, name: str) -> ModelFacts:
@@ -357,7 +358,7 @@ class ModelRegistry:
             self._keep_s = seconds
             return self._unload_if_idle()
 
-    def fetch(self, name: str) -> Callable[[OnProgress], None]:
+    def fetch(self, name: str) -> FetchModel:
         """Find a model; the function that this returns downloads it if needed, which takes long.
 
         Raises:
@@ -365,8 +366,8 @@ class ModelRegistry:
         """
         entry = self._fetchable(name)
 
-        def fetch(on_progress: OnProgress) -> None:
-            self._source.fetch(entry, on_progress)
+        def fetch(on_progress: OnProgress, transfer: FetchProgress) -> None:
+            self._source.fetch(entry, on_progress, transfer)
 
         return fetch
 

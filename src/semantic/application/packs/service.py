@@ -46,6 +46,7 @@ from semantic.domain.errors import (
     QuotaExceededError,
 )
 from semantic.domain.events import Usage
+from semantic.domain.images.spans import num_before_images
 from semantic.domain.spec import LayerKind
 from semantic.ports.packs import (
     AddedPack,
@@ -142,7 +143,7 @@ class PackService:
             raise InvalidRequestError(
                 f"the tokens of agent {agent.id!r} are not stored (store=false).", param="agent"
             )
-        return tokens
+        return tokens[: num_before_images(tokens)]  # a pack has no image files
 
     def _plan(self, root: BlockName, tokens: Sequence[int]) -> RestorePlan:
         """Plan which blocks to take: all that end within `tokens`, with the state at their end."""

@@ -9,11 +9,14 @@
 5. `replay.py` returns the sampled tokens of a reply that this server generated and a client sends
    back as text. Its `LruCache` bounds the caches of these modules.
 
+`images.py` prepares the images of a request; the renderer puts them in place of the template's
+markers.
+
 `tool_turns.py` renders the prompt that follows a tool call, as far as it is known before the
 result.
 
-A raw prompt passes none of these steps; `fill_in.py` writes one that asks for the text before a
-suffix.
+A raw prompt passes none of these steps; `fill_in.py` encodes it, also one that asks for the text
+before a suffix.
 
 An agent's prompts always show the date of its first turn.
 """

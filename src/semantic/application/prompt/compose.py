@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from datetime import date
 from functools import lru_cache
 
-from semantic.application.prompt.special_text import SpecialText
-from semantic.application.prompt.template_probe import TemplateTraits, in_parts
+from semantic.application.prompt.special_text import IMAGE, SpecialText
+from semantic.application.prompt.template_probe import ImageTraits, TemplateTraits, in_parts
 from semantic.domain.chat import (
     ChatRequest,
     ImagePart,
@@ -65,9 +65,9 @@ class TemplateMessage:
     name: str = ""
     source: Message | None = None
 
-    def fields(self, *, wants_parts: bool) -> JsonObject:
+    def fields(self, *, wants_parts: bool, images: ImageTraits | None = None) -> JsonObject:
         """Return the message as the template's JSON; `wants_parts` makes content a list."""
-        fields: JsonObject = {"role": self.role, "content": self.content}
+        fields: JsonObject = {"role": self.role, "content": self._content(images)}
         if self.thinking:
             fields |= {"reasoning_content": self.thinking, "thinking": self.thinking}
         if self.calls:
@@ -76,6 +76,19 @@ class TemplateMessage:
         if self.role == Role.TOOL.value:
             fields |= {"tool_call_id": self.call_id, "name": self.name}
         return in_parts(fields) if wants_parts else fields
+
+    def _content(self, images: ImageTraits | None) -> JsonValue:
+        if images is None or IMAGE not in self.content:
+            return self.content
+        if not images.in_parts:
+            return self.content.replace(IMAGE, images.marker)
+        first, *others = self.content.split(IMAGE)
+        parts: list[JsonValue] = [{"type": "text", "text": first}] if first else []
+        for text in others:
+            parts.append({"type": "image"})
+            if text:
+                parts.append({"type": "text", "text": text})
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +125,12 @@ class _ToolIndex:
 class Composer:
     """Composes the input of one template. Immutable and thread-safe."""
 
-    def __init__(self, traits: TemplateTraits, special: SpecialText) -> None:
+    def __init__(
+        self, traits: TemplateTraits, special: SpecialText, images: ImageTraits | None = None
+    ) -> None:
+        """`images` is None if the model does not accept images."""
         self._traits = traits
+        self._images = images
         self._special = special
         # Every turn sends the same tools, which make up most of many prompts.
         self._described = lru_cache(maxsize=4096)(self._describe)
@@ -139,6 +156,8 @@ class Composer:
         ]
         thinking = request.thinking
         is_thinking = None if thinking is None else thinking.is_enabled
+        if self._images is not None and self._traits.has_tools and not self._images.in_results:
+            shown = list(_with_images_after_results(shown))
         messages = tuple(self._arranged(head, shown))
         return TemplateInput(functions, head, messages, today, is_thinking)
 
@@ -197,11 +216,11 @@ class Composer:
                 texts.extend(self._text(part, where))
                 continue
             if texts:
-                yield TemplateMessage("user", _joined(texts, "\n"))
+                yield TemplateMessage("user", _flowing(texts))
                 texts = []
             yield self._show_result(part, where, tools)
         if texts or not message.parts:
-            yield TemplateMessage("user", _joined(texts, "\n"))
+            yield TemplateMessage("user", _flowing(texts))
 
     def _show_result(
         self, result: ToolResultPart, where: str, tools: _ToolIndex
@@ -212,7 +231,7 @@ class Composer:
                 texts.append(self._announced(part.tool_name, tools))
             else:
                 texts.extend(self._text(part, f"{where}.content[{position}]"))
-        text = _joined(texts, "\n")
+        text = _flowing(texts)
         if result.is_error and not text.lower().startswith("error"):
             text = f"Error: {text}"
         if not self._traits.has_tools:
@@ -240,9 +259,17 @@ class Composer:
                 return
             case ToolUsePart() if role is Role.ASSISTANT:
                 return
+            case ImagePart() if self._images is None:
+                raise InvalidRequestError(
+                    "the loaded model does not accept images; send text.", param=where
+                )
+            case ImagePart() if role is Role.USER:
+                yield IMAGE
             case ImagePart():
                 raise InvalidRequestError(
-                    "the loaded model does not support images; send text.", param=where
+                    f"images are not allowed in {role.value} messages; send them in user messages "
+                    "or tool results.",
+                    param=where,
                 )
             case _:
                 raise InvalidRequestError("a part of this kind is not allowed here.", param=where)
@@ -298,6 +325,35 @@ def _is_joined(last: TemplateMessage, entry: TemplateMessage) -> bool:
     if entry.role == "user":
         return last.role in ("user", "tool")
     return entry.role == last.role == "assistant" and not last.calls
+
+
+def _with_images_after_results(shown: Sequence[TemplateMessage]) -> Iterator[TemplateMessage]:
+    """Move the images of tool results into the user message after them."""
+    num_images = 0
+    for entry in shown:
+        if entry.role == "tool":
+            num_images += entry.content.count(IMAGE)
+            yield replace(entry, content=entry.content.replace(IMAGE, ""))
+            continue
+        if num_images and entry.role == "user":
+            yield replace(entry, content=IMAGE * num_images + entry.content)
+        elif num_images:
+            yield TemplateMessage("user", IMAGE * num_images)
+            yield entry
+        else:
+            yield entry
+        num_images = 0
+    if num_images:
+        yield TemplateMessage("user", IMAGE * num_images)
+
+
+def _flowing(texts: Sequence[str]) -> str:
+    """Join the parts of a message by line breaks, but none beside an image."""
+    whole = ""
+    for text in texts:
+        is_beside = IMAGE in (text, whole[-len(IMAGE) :])
+        whole += text if is_beside or not (whole and text) else f"\n{text}"
+    return whole
 
 
 def _joined(texts: Iterator[str] | Sequence[str], separator: str) -> str:

@@ -1,14 +1,15 @@
-"""Prompts that ask for the text between a prefix and a suffix (fill in the middle).
+"""Prompts without a template, and those that ask for the text between a prefix and a suffix.
 
-Models that were trained for it mark both texts with special tokens.
+Models that were trained to fill in the middle mark both texts with special tokens.
 """
 
 from collections.abc import Collection
 
-from semantic.domain.chat import require_whole_characters
+from semantic.domain.chat import RawPrompt, require_whole_characters
 from semantic.domain.errors import InvalidRequestError
 from semantic.ports.text import TokenizerPort
 
+_MAX_SCORES = 1_000_000  # log-probabilities of a prompt's tokens and of their alternatives
 _PREFIX, _SUFFIX = "{prefix}", "{suffix}"
 # The order in which models of a family expect their special tokens and the two texts.
 _ORDERS = (
@@ -67,3 +68,33 @@ def fill_in_tokens(before: str, after: str, tokenizer: TokenizerPort) -> tuple[i
 def fill_in_ends(tokenizer: TokenizerPort) -> frozenset[int]:
     """Return the tokens that end the middle, besides those that end every reply."""
     return frozenset(token for text, token in tokenizer.special_ids.items() if text in _ENDS)
+
+
+def raw_tokens(prompt: RawPrompt, num_top: int, tokenizer: TokenizerPort) -> tuple[int, ...]:
+    """Return the tokens of a prompt without a template.
+
+    Args:
+        num_top: How many alternatives of each token are scored, if the prompt is.
+
+    Raises:
+        InvalidRequestError: the prompt is empty, has unknown token ids, or is too long to score.
+    """
+    content = prompt.content
+    if isinstance(content, str) and prompt.suffix:
+        return fill_in_tokens(content, prompt.suffix, tokenizer)
+    if isinstance(content, str):
+        require_whole_characters(content, param="prompt")
+        content = tuple(tokenizer.encode_prompt(content))
+    if not content:
+        raise InvalidRequestError("the prompt is empty.", param="prompt")
+    size = tokenizer.vocab_size
+    if min(content) < 0 or max(content) >= size:
+        raise InvalidRequestError(f"a token id is not in [0, {size}).", param="prompt")
+    num_scores = len(content) * (1 + num_top)
+    if prompt.is_scored and num_scores > _MAX_SCORES:
+        raise InvalidRequestError(
+            f"a prompt of {len(content)} tokens has {num_scores} log-probabilities, more than "
+            f"{_MAX_SCORES}; send a shorter prompt or ask for fewer.",
+            param="logprobs",
+        )
+    return content

@@ -31,9 +31,11 @@ from semantic.application.prompt.replay import (
 )
 from semantic.application.prompt.special_text import RunEncoder, SpecialText, TokenWalk
 from semantic.application.prompt.template_probe import (
+    ImageTraits,
     generation_prompt,
     lost_generation_prompt,
     probe,
+    probe_images,
 )
 from semantic.domain.blocks import common_prefix
 from semantic.domain.chat import (
@@ -45,6 +47,7 @@ from semantic.domain.chat import (
     require_whole_characters,
 )
 from semantic.domain.errors import InvalidRequestError
+from semantic.domain.images.spans import ImageSpan, PreparedImage, cut_before_image
 from semantic.ports.text import TokenizerPort
 
 # First messages that a tokenizer merges with preceding white space in different ways, if at all.
@@ -60,12 +63,13 @@ class Prompt:
     Attributes:
         boundaries: Positions to resume at, in ascending order: the end of tools and system
             messages, the end of the part of the generation prompt that later turns repeat, and the
-            end of the prompt.
+            end of the prompt, and the start and end of each image.
         num_head: Tokens of tools and system messages; agents with the same ones share them.
         has_tool_markup: Tools are introduced by the markup of `compose`, not by the template.
         num_replayed: Number of replies that were replayed with their sampled tokens.
         num_begun: Tokens at the end of the prompt that are the beginning of the reply.
         num_marked: Tokens up to the last mark of `ChatRequest.num_marked`; 0 if there is none.
+        images: The positions of the images in `tokens`, in ascending order.
     """
 
     tokens: tuple[int, ...]
@@ -75,11 +79,24 @@ class Prompt:
     num_replayed: int = 0
     num_begun: int = 0
     num_marked: int = 0
+    images: tuple[ImageSpan, ...] = ()
 
     def followed_by(self, beginning: Sequence[int]) -> "Prompt":
         tokens = (*self.tokens, *beginning)
         boundaries = tuple(sorted({*self.boundaries, len(tokens)}))
         return replace(self, tokens=tokens, boundaries=boundaries, num_begun=len(beginning))
+
+    def cut(self, end: int) -> "Prompt":
+        """Return the first `end` tokens; fewer, if that is inside an image."""
+        end = cut_before_image(end, self.images)
+        boundaries = {*(place for place in self.boundaries if place < end), end} - {0}
+        return replace(
+            self,
+            tokens=self.tokens[:end],
+            boundaries=tuple(sorted(boundaries)),
+            num_head=min(self.num_head, end),
+            images=tuple(span for span in self.images if span.end <= end),
+        )
 
 
 def render(request: ChatRequest, tokenizer: TokenizerPort) -> Prompt:
@@ -99,11 +116,21 @@ class _ReplyPlace:
 class Renderer:
     """Renders conversations for one model, with caches. Thread-safe."""
 
-    def __init__(self, tokenizer: TokenizerPort) -> None:
+    def __init__(self, tokenizer: TokenizerPort, image_marker: int | None = None) -> None:
+        """Probe the chat template.
+
+        Args:
+            image_marker: `VisionPort.marker_id`; None if the model does not accept images.
+        """
         self.tokenizer = tokenizer
         self.traits = probe(tokenizer)
         self._special = SpecialText(tokenizer.special_tokens)
         self._special_texts = {token.id: token.text for token in tokenizer.special_tokens}
+        self._image_marker = image_marker
+        self._image_traits: ImageTraits | None = None
+        if image_marker is not None:
+            marker = self._special_texts[image_marker]
+            self._image_traits = probe_images(tokenizer, self.traits, marker)
         self._reset_caches()
         self._lost = {
             is_thinking: lost_generation_prompt(tokenizer, self.traits, is_thinking=is_thinking)
@@ -121,7 +148,7 @@ class Renderer:
         return other
 
     def _reset_caches(self) -> None:
-        self._composer = Composer(self.traits, self._special)
+        self._composer = Composer(self.traits, self._special, self._image_traits)
         self._runs = RunEncoder(self.tokenizer)
         # Cached positions, by the digest of what they depend on.
         self._prompt_ends: LruCache[bytes, int] = LruCache(_MAX_POSITIONS)
@@ -133,6 +160,7 @@ class Renderer:
         *,
         today: date | None = None,
         replays: TenantReplays | None = None,
+        images: Sequence[PreparedImage] = (),
     ) -> Prompt:
         """Render a request to a prompt that ends where the reply begins.
 
@@ -140,6 +168,7 @@ class Renderer:
             today: The date for templates that show one; None means the current date. It must be
                 the same in every turn of an agent, or the agent's prompt changes at midnight.
             replays: Replies that this server generated; None tokenises all replies again.
+            images: The request's images, in order.
 
         Raises:
             InvalidRequestError: this model does not support a part of a message, its template
@@ -153,18 +182,25 @@ class Renderer:
             raise
         # Caches are separate per tenant: a shared one would leak prompts through timing.
         root = replays.root if replays else b""
-        walk = self._walk(text, root)
+        walk = self._walk(text, root, images)
         head = _head_digest(conversation, root)
         num_replayed = self._replay(walk, conversation, head, replays) if replays else 0
         num_kept = self._walk_to_end(walk, text, conversation)
         num_head = min(self._num_head(request, today, head.digest(), root), len(walk.tokens))
+        if len(walk.images) != len(images):
+            raise InvalidRequestError(
+                f"the model's chat template shows {len(walk.images)} of {len(images)} images.",
+                param="messages",
+            )
+        ends = {place for span in walk.images for place in (span.start, span.end)}
         return Prompt(
             tuple(walk.tokens),
-            tuple(sorted({num_head, num_kept, len(walk.tokens)} - {0})),
+            tuple(sorted({num_head, num_kept, len(walk.tokens), *ends} - {0})),
             num_head,
             has_tool_markup=bool(request.tools) and not self.traits.has_tools,
             num_replayed=num_replayed,
             num_marked=self._num_marked(request, conversation, text, walk, num_head),
+            images=tuple(walk.images),
         )
 
     def _num_marked(
@@ -185,7 +221,7 @@ class Renderer:
             end = self._common_end(text, marked, conversation.today, ending)
         else:
             end -= len(ending) if text.endswith(ending) else 0
-        later = self._walk(text[end:], b"")
+        later = self._walk(text[end:], b"", [span.image for span in walk.images])
         later.advance(len(text))
         return max(len(walk.tokens) - len(later.tokens), num_head)
 
@@ -197,9 +233,12 @@ class Renderer:
         return common_prefix(text, written.removesuffix(ending))
 
     def _write(self, conversation: TemplateInput) -> str:
-        wants_parts = self.traits.wants_parts
+        wants_parts, images = self.traits.wants_parts, self._image_traits
         text = self.tokenizer.render_chat(
-            [message.fields(wants_parts=wants_parts) for message in conversation.messages],
+            [
+                message.fields(wants_parts=wants_parts, images=images)
+                for message in conversation.messages
+            ],
             [{"type": "function", "function": function} for function in conversation.functions],
             today=conversation.today,
             is_thinking=conversation.is_thinking,
@@ -207,8 +246,14 @@ class Renderer:
         require_whole_characters(text, param="messages")
         return text
 
-    def _walk(self, text: str, root: bytes) -> TokenWalk:
-        return TokenWalk(text, self._special.split(text), self._runs.of_tenant(root))
+    def _walk(self, text: str, root: bytes, images: Sequence[PreparedImage] = ()) -> TokenWalk:
+        """Begin to encode a text; its last image is the last of `images`."""
+        spans, runs = self._special.split(text), self._runs.of_tenant(root)
+        if not images:
+            return TokenWalk(text, spans, runs)
+        markers = [span for span in spans if span.token == self._image_marker]
+        pairs = zip(reversed(markers), reversed(images), strict=False)
+        return TokenWalk(text, spans, runs, dict(pairs))
 
     def _walk_to_end(self, walk: TokenWalk, text: str, conversation: TemplateInput) -> int:
         """Encode the rest; returns how many tokens of the prompt later turns repeat."""

@@ -15,17 +15,20 @@ import re
 import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple, TypeAlias
 
 from semantic.application.prompt.replay import LruCache
 from semantic.domain.chat import JsonObject, JsonValue
+from semantic.domain.images.spans import ImageSpan, PreparedImage
 from semantic.ports.text import SpecialToken, TokenizerPort
 
 # Unicode noncharacters, which ordinary text does not contain; text that does is escaped.
 _MARK = "\ufdd0"
 _BREAK = _MARK + "\ufdd1"
 _LITERAL = _MARK + "\ufdd2"
+# Stands for an image in guarded text: guarding escapes the mark in text from clients.
+IMAGE = _MARK + "\ufdd4"
 
 _ENTRY_BYTES = 300  # memory overhead of a cached run, without its text and tokens
 
@@ -172,15 +175,25 @@ class TokenWalk:
     Attributes:
         tokens: Tokens of the text before `position`.
         position: Index of the next character to encode; never inside a special token.
+        images: The images in `tokens`.
     """
 
-    def __init__(self, text: str, spans: Sequence[TextSpan], runs: RunEncoder) -> None:
+    def __init__(
+        self,
+        text: str,
+        spans: Sequence[TextSpan],
+        runs: RunEncoder,
+        images: Mapping[TextSpan, PreparedImage] | None = None,
+    ) -> None:
+        """`images` has those spans that stand for an image."""
         self._text = text
         self._spans = spans
         self._runs = runs
+        self._prepared = images or {}
         self._next = 0
         self.position = 0
         self.tokens: list[int] = []
+        self.images: list[ImageSpan] = []
 
     def advance(self, end: int) -> None:
         """Encode up to `end`, or up to the start of the run that contains `end`."""
@@ -188,6 +201,9 @@ class TokenWalk:
             span = self._spans[self._next]
             if span.token is None:
                 self.tokens.extend(self.ahead(span.end))
+            elif (image := self._prepared.get(span)) is not None:
+                self.images.append(ImageSpan.placed(image, len(self.tokens)))
+                self.tokens.extend(image.tokens)
             else:
                 self.tokens.append(span.token)
             self.position = span.end

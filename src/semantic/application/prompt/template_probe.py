@@ -64,6 +64,35 @@ class TemplateTraits:
     shows_date: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ImageTraits:
+    """How a chat template shows images.
+
+    Attributes:
+        marker: Text of the token that stands for an image.
+        in_parts: An image is a part of the content; otherwise its marker is written into the text.
+        in_results: Images in tool results are shown; otherwise a user message follows with them.
+    """
+
+    marker: str
+    in_parts: bool
+    in_results: bool
+
+
+def probe_images(tokenizer: TokenizerPort, traits: TemplateTraits, marker: str) -> ImageTraits:
+    """Determine how a tokenizer's chat template shows images."""
+    ask = TemplateProbe(
+        tokenizer, wants_parts=traits.wants_parts, wants_json_text=traits.wants_json_text
+    )
+    parts: JsonValue = [{"type": "image"}, {"type": "text", "text": "probeask"}]
+    asked: JsonObject = {"role": "user", "content": parts}
+    in_parts = ask.text((asked,)).count(marker) == 1
+    call_id = _SHORT_IDS[0]
+    shown = {**_result(call_id), "content": parts if in_parts else f"{marker}probeask"}
+    results = ask.text((_user("probeask"), _calling(call_id), shown), has_tools=True)
+    return ImageTraits(marker, in_parts, traits.has_tools and results.count(marker) == 1)
+
+
 def probe(tokenizer: TokenizerPort) -> TemplateTraits:
     """Determine what a tokenizer's chat template supports."""
     ask = TemplateProbe.of(tokenizer)
@@ -188,7 +217,9 @@ class TemplateProbe:
 
 
 def in_parts(message: JsonObject) -> JsonObject:
-    """Return a template's message with its content as a list of one text part."""
+    """Return a template's message with its content as a list; text becomes one part."""
+    if isinstance(message["content"], list):
+        return message
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 

@@ -33,7 +33,7 @@ def calls_of(reply: Message) -> list[ToolUsePart]:
 
 def next_prompt(
     request: ChatRequest, reply: Message, render: Callable[[ChatRequest], Prompt]
-) -> tuple[int, ...]:
+) -> Prompt:
     """Return the beginning of the prompt that answers the calls of a reply.
 
     It ends before the first result that cannot be predicted. If all can, only the last token of the
@@ -45,15 +45,16 @@ def next_prompt(
     said = (*request.messages, _as_sent_back(reply, request))
     unknown = [call.id for call in calls[len(known) :]]
 
-    def tokens_with(text: str) -> tuple[int, ...]:
+    def prompt_with(text: str) -> Prompt:
         results = [*known, *(ToolResultPart(call_id, (TextPart(text),)) for call_id in unknown)]
         answers = (Message(Role.TOOL, (result,)) for result in results)
-        return render(replace(request, messages=(*said, *answers), num_marked=None)).tokens
+        return render(replace(request, messages=(*said, *answers), num_marked=None))
 
     if not unknown:
-        return tokens_with("")[:-1]
-    first, *others = map(tokens_with, _UNKNOWN)
-    return first[: min(common_prefix(first, other) for other in others)]
+        whole = prompt_with("")
+        return whole.cut(len(whole.tokens) - 1)
+    first, *others = map(prompt_with, _UNKNOWN)
+    return first.cut(min(common_prefix(first.tokens, other.tokens) for other in others))
 
 
 def _known_results(request: ChatRequest, calls: list[ToolUsePart]) -> list[ToolResultPart]:

@@ -56,9 +56,9 @@ class PrefillAhead:
     async def _render_expected(self) -> None:
         while self.expected and self._device.is_idle:
             agent, turn = next(reversed(self.expected.items()))
-            tokens: tuple[int, ...] = ()
+            prompt: Prompt | None = None
             try:
-                tokens = await self._threads.run(self._next_prompt, *turn)
+                prompt = await self._threads.run(self._next_prompt, *turn)
             except SemanticError as error:
                 _log.debug("cannot render the next prompt of %s: %s", agent, error.message)
             except Exception:  # noqa: BLE001 - no request waits for it
@@ -66,12 +66,13 @@ class PrefillAhead:
             if self.expected.get(agent) is not turn:
                 continue  # the agent's next request was faster
             del self.expected[agent]
-            if tokens:
-                self._device.compute_ahead(AheadJob(agent, turn[0].job.root, tokens))
+            if prompt is not None and prompt.tokens:
+                job = AheadJob(agent, turn[0].job.root, prompt.tokens, prompt.images)
+                self._device.compute_ahead(job)
 
-    def _next_prompt(self, prepared: PreparedRequest, reply: Message) -> tuple[int, ...]:
+    def _next_prompt(self, prepared: PreparedRequest, reply: Message) -> Prompt | None:
         if prepared.model is not self._device.model:
-            return ()
+            return None
 
         def render(request: ChatRequest) -> Prompt:
             return self._preparation.render(request, prepared.principal, prepared.model)

@@ -1,4 +1,4 @@
-"""What one agent may do with others: question them, try branches and compare them.
+"""What one agent may do with others: question them and try branches.
 
 Clients that act on behalf of a model use this instead of `AgentService`, because a model may fork
 without end. Every branch records its origin in labels, and their number and depth are limited.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from semantic.application.agents.service import AgentService
 from semantic.application.parsing import MessageFold
 from semantic.application.requests.compaction.successor import AgentCompaction
-from semantic.domain.agents import Agent, Principal, Turn
+from semantic.domain.agents import Agent, Principal
 from semantic.domain.chat import Message, Role
 from semantic.domain.errors import ConflictError, InvalidRequestError
 from semantic.domain.events import Failed, Finished, Usage
@@ -27,7 +27,6 @@ from semantic.ports.inbound import (
 )
 
 _ROOT, _DEPTH = "branch.root", "branch.depth"
-_PAGE = 1000
 _MAX_ID = 128
 
 
@@ -55,21 +54,6 @@ class BranchReply:
     agent_id: str | None
     message: Message
     usage: Usage
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Two agents' conversations.
-
-    Attributes:
-        num_common: Turns that both share.
-        first: Turns of the first agent after those, oldest first.
-        second: Turns of the second agent.
-    """
-
-    num_common: int
-    first: tuple[Turn, ...]
-    second: tuple[Turn, ...]
 
 
 class AgentBranches:
@@ -150,25 +134,7 @@ class AgentBranches:
             reply.cancel()
         raise AssertionError("a reply ended without a final event")
 
-    def compare(self, principal: Principal, first: str, second: str) -> Comparison:
-        """Compare two agents by their turns, which branches share."""
-        turns = [self._all_turns(principal, agent_id) for agent_id in (first, second)]
-        pairs = enumerate(zip(*turns, strict=False))
-        shorter = min(map(len, turns))
-        common = next((n for n, (one, other) in pairs if one.id != other.id), shorter)
-        return Comparison(common, tuple(turns[0][common:]), tuple(turns[1][common:]))
-
     # -- inside ---------------------------------------------------------------------------------
-
-    def _all_turns(self, principal: Principal, agent_id: str) -> list[Turn]:
-        found: list[Turn] = []
-        while page := self._agents.turns(
-            principal, agent_id, found[-1].id if found else None, _PAGE
-        ):
-            found += page
-            if len(page) < _PAGE:
-                break
-        return found[::-1]
 
     def _branch_labels(self, principal: Principal, agent_id: str, count: int) -> dict[str, str]:
         """Return the labels of new branches of an agent; raises if there may be no more."""

@@ -17,14 +17,16 @@ from semantic.application.agents.ledger import AgentLedger
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.model import LoadedModel
 from semantic.application.engine.request import Job, monotonic
-from semantic.application.prompt.fill_in import fill_in_ends, fill_in_tokens
+from semantic.application.prompt.fill_in import fill_in_ends, raw_tokens
+from semantic.application.prompt.images import ImagePreparer
 from semantic.application.prompt.renderer import FrozenDates, Prompt, Renderer
 from semantic.application.prompt.replay import ReplayStore, TenantReplays
 from semantic.application.requests.identity import Claim, Identities, Identity
+from semantic.application.requests.rewriting.image_text import ImageTexts
 from semantic.application.requests.thinking_budget import ThinkingBudget, ThinkingCounter
 from semantic.domain.agents import Agent, Principal
 from semantic.domain.blocks import BlockName
-from semantic.domain.chat import ChatRequest, RawPrompt, Thinking, require_whole_characters
+from semantic.domain.chat import ChatRequest, Thinking, images_in, require_whole_characters
 from semantic.domain.errors import (
     ContextLengthError,
     GenerationTimeoutError,
@@ -44,7 +46,6 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 NUM_THREADS = 8
-_MAX_SCORES = 1_000_000  # log-probabilities of a prompt's tokens and of their alternatives
 _TAIL_TOKENS = 32  # enough to contain a thinking marker at the end of a prompt
 
 
@@ -70,7 +71,11 @@ class PreparedRequest:
 
 
 class Preparation:
-    """Turns requests into jobs. Thread-safe; a long prompt can take long."""
+    """Turns requests into jobs. Thread-safe; a long prompt can take long.
+
+    Attributes:
+        image_texts: Shows images to models that accept only text.
+    """
 
     def __init__(
         self,
@@ -89,6 +94,8 @@ class Preparation:
         self._renderer: Renderer | None = None
         self._past = PastConversations(agents)
         self._dates = FrozenDates(replays)
+        self._images = ImagePreparer(agents.image_file)
+        self.image_texts = ImageTexts(agents.image_file)
 
     def prepare(
         self, request: ChatRequest, principal: Principal, model: LoadedModel, claim: Claim
@@ -107,7 +114,7 @@ class Preparation:
             self._agents.check_storage(principal.tenant)
         root, texts = model.root(principal), model.text_root(principal)
         replays = TenantReplays(texts, self._replays, is_used=is_kept)
-        prompt, day = self._render(request, model, replays)
+        prompt, day = self._render(request, principal, model, replays)
         identity = self._identities.identify(
             principal.tenant, request.agent, prompt.tokens, prompt.num_head, claim
         )
@@ -137,6 +144,7 @@ class Preparation:
             spelled=_spelled(request, model),
             is_prompt_scored=request.raw_prompt is not None and request.raw_prompt.is_scored,
             is_ephemeral=not is_kept,
+            images=prompt.images,
         )
         return PreparedRequest(
             request,
@@ -159,7 +167,7 @@ class Preparation:
     ) -> tuple[Prompt, date | None]:
         """Return that prompt, and the date it shows."""
         replays = TenantReplays(model.text_root(principal), self._replays, is_used=False)
-        return self._render(request, model, replays)
+        return self._render(request, principal, model, replays)
 
     def keep_day(
         self, request: ChatRequest, principal: Principal, model: LoadedModel, day: date
@@ -168,17 +176,22 @@ class Preparation:
         self._dates.keep(model.text_root(principal), request.without_beginning, day)
 
     def _render(
-        self, request: ChatRequest, model: LoadedModel, replays: TenantReplays
+        self,
+        request: ChatRequest,
+        principal: Principal,
+        model: LoadedModel,
+        replays: TenantReplays,
     ) -> tuple[Prompt, date | None]:
-        if request.raw_prompt is not None:
-            return Prompt(_raw_tokens(request, request.raw_prompt, model)), None
+        if (raw := request.raw_prompt) is not None:
+            num_top = request.sampling.top_logprobs or 0
+            return Prompt(raw_tokens(raw, num_top, model.tokenizer)), None
         if not request.is_continued:
-            return self._render_chat(request, model, replays)
+            return self._render_chat(request, principal, model, replays)
         beginning = request.beginning
         require_whole_characters(beginning, param=f"messages[{len(request.messages) - 1}]")
         # The client has given the beginning of the answer, so thinking is over.
         asked = replace(request.without_beginning, thinking=Thinking(is_enabled=False))
-        prompt, day = self._render_chat(asked, model, replays)
+        prompt, day = self._render_chat(asked, principal, model, replays)
         visible = model.reply_format.visible_ids(model.tokenizer.special_ids, has_tools=False)
         opening = model.reply_format.opening(_tail(prompt, model, visible))
         # Encoded separately from the prompt, as the model would have generated it.
@@ -186,16 +199,32 @@ class Preparation:
         return prompt.followed_by((*model.tokenizer.encode(opening), *written)), day
 
     def _render_chat(
-        self, request: ChatRequest, model: LoadedModel, replays: TenantReplays
+        self,
+        request: ChatRequest,
+        principal: Principal,
+        model: LoadedModel,
+        replays: TenantReplays,
     ) -> tuple[Prompt, date | None]:
-        renderer = self._renderer
+        renderer, vision = self._renderer, model.vision
         if renderer is None or renderer.tokenizer is not model.tokenizer:
-            renderer = self._renderer = Renderer(model.tokenizer)
-        if request.agent.is_ephemeral:
+            marker = vision.marker_id if vision else None
+            renderer = self._renderer = Renderer(model.tokenizer, marker)
+        images = list(images_in(request.messages))
+        tenant, is_kept = principal.tenant, not request.agent.is_ephemeral
+        if not is_kept:
             renderer = renderer.with_empty_caches()
         today = self._dates.of(replays.root, request) if renderer.traits.shows_date else None
+        if images and vision:
+            max_tokens = model.backend.spec.max_context
+            prepared = self._images.prepare(
+                images, tenant, vision, is_kept=is_kept, max_tokens=max_tokens
+            )
+        else:
+            prepared = ()
+            if images:
+                request = self.image_texts.replace_images(request, tenant, model.id)
         try:
-            return renderer.render(request, today=today, replays=replays), today
+            return renderer.render(request, today=today, replays=replays, images=prepared), today
         except RecursionError:
             raise InvalidRequestError("messages or tools are nested too deeply.") from None
 
@@ -356,28 +385,6 @@ def _spelled(request: ChatRequest, model: LoadedModel) -> Mapping[int, bytes] | 
     return {token.id: token.text.encode() for token in model.tokenizer.special_tokens}
 
 
-def _raw_tokens(request: ChatRequest, prompt: RawPrompt, model: LoadedModel) -> tuple[int, ...]:
-    content = prompt.content
-    if isinstance(content, str) and prompt.suffix:
-        return fill_in_tokens(content, prompt.suffix, model.tokenizer)
-    if isinstance(content, str):
-        require_whole_characters(content, param="prompt")
-        content = tuple(model.tokenizer.encode_prompt(content))
-    if not content:
-        raise InvalidRequestError("the prompt is empty.", param="prompt")
-    size = model.tokenizer.vocab_size
-    if min(content) < 0 or max(content) >= size:
-        raise InvalidRequestError(f"a token id is not in [0, {size}).", param="prompt")
-    num_scores = len(content) * (1 + (request.sampling.top_logprobs or 0))
-    if prompt.is_scored and num_scores > _MAX_SCORES:
-        raise InvalidRequestError(
-            f"a prompt of {len(content)} tokens has {num_scores} log-probabilities, more than "
-            f"{_MAX_SCORES}; send a shorter prompt or ask for fewer.",
-            param="logprobs",
-        )
-    return content
-
-
 def _seeded(sampling: SamplingParams) -> SamplingParams:
     has_seed = sampling.seed is not None
     return sampling if has_seed else replace(sampling, seed=secrets.randbits(63))
@@ -401,12 +408,14 @@ def _tail(prompt: Prompt, model: LoadedModel, visible: Mapping[int, bytes]) -> s
 def block_ends(prompt: Prompt, spec: ModelCacheSpec) -> tuple[int, ...]:
     """Return the positions where a block ends even if it is not full.
 
-    With full attention only, that is the end of the head, which agents share. Other kinds of layers
-    can resume only where a block ends, so blocks end at every boundary.
+    With full attention only, that is the end of the head, which agents share, and the start and end
+    of each image. Other kinds of layers can resume only where a block ends, so blocks end at every
+    boundary.
     """
-    if spec.kinds == (LayerKind.FULL,):
-        return (prompt.num_head,) if prompt.num_head else ()
-    return prompt.boundaries
+    if spec.kinds != (LayerKind.FULL,):
+        return prompt.boundaries
+    ends = {place for span in prompt.images for place in (span.start, span.end)}
+    return tuple(sorted({prompt.num_head, *ends} - {0}))
 
 
 def _start_thread(work: Callable[[], None]) -> None:
@@ -480,8 +489,9 @@ class PreparationThreads:
             return result.result()
         self._late.add(result)
         raise GenerationTimeoutError(
-            f"preparing this request (rendering, tokenising, compiling its schema) took more than "
-            f"{self._timeout_s:g} s; send a shorter conversation or a simpler schema."
+            "preparing this request (rendering, tokenising, reading images, compiling its schema) "
+            f"took more than {self._timeout_s:g} s; send a shorter conversation, fewer images or a "
+            "simpler schema."
         )
 
     def _settled(self, result: "asyncio.Future[Any]") -> None:

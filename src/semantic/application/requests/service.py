@@ -73,6 +73,7 @@ class InferenceService:
 
     Attributes:
         limits: Returns the rate limits; None while nothing is limited, as by default.
+        image_texts: See `Preparation`.
         learn: Looks up which blocks of a prompt other servers have computed; called in a thread
             before the request is queued. None on a single server.
     """
@@ -107,6 +108,7 @@ class InferenceService:
         self._preparation = Preparation(
             device, agents, self._identities, replays, request_timeout_s=gate.timeout_s
         )
+        self.image_texts = self._preparation.image_texts
         self._explainer = CacheExplainer(agents)
         self._threads = PreparationThreads(min(gate.timeout_s, _PREPARE_S))
         self._ahead = PrefillAhead(device, self._preparation, self._threads)
@@ -402,6 +404,7 @@ class InferenceService:
             previous=self._likely_previous(prepared),
             num_head=prepared.prompt.num_head,
             repairs=prepared.repairs.rules,
+            timing=job.trace.timing,
         )
         identity = prepared.identity
         turn, done = self._agents.commit(

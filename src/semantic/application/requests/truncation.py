@@ -4,11 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from semantic.domain.chat import ChatRequest, Message, Role, ToolResultPart
+from semantic.domain.chat import ChatRequest, Message, Role, ToolResultPart, images_in
 from semantic.domain.errors import ContextLengthError
 
 _STEP = 0.3  # share of the limit
 _MESSAGE_OVERHEAD = 16  # characters per message part, for the tokens that the template adds
+_IMAGE_SIZE = 1500  # characters per image: models take 64 to 1,100 tokens for one
 
 
 def opens_turn(message: Message) -> bool:
@@ -19,7 +20,8 @@ def opens_turn(message: Message) -> bool:
 
 def text_size(messages: Sequence[Message]) -> int:
     """Return the size of messages in characters, from which their tokens can be estimated."""
-    return sum(_MESSAGE_OVERHEAD + len(repr(p)) for message in messages for p in message.parts) or 1
+    texts = sum(_MESSAGE_OVERHEAD + len(repr(p)) for message in messages for p in message.parts)
+    return texts + _IMAGE_SIZE * sum(1 for _ in images_in(messages)) or 1
 
 
 def without_oldest(request: ChatRequest, refusal: ContextLengthError) -> ChatRequest | None:

@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, LiteralString, TypeAlias, TypeVar
 
 import psycopg
@@ -30,7 +31,9 @@ from semantic.adapters.outbound.ledger.schema import (
 from semantic.adapters.outbound.ledger.statements import (
     REACHED_OR_NEW,
     LedgerReadings,
+    forget_images,
     is_of_index,
+    link_images,
     shared_change,
 )
 from semantic.domain.agents import Agent
@@ -45,6 +48,7 @@ from semantic.ports.storage import (
     MarkIndexWhole,
     PutAgent,
     PutPart,
+    PutTurn,
     Tenant,
     TouchParts,
 )
@@ -94,8 +98,19 @@ CREATE TABLE parts (
 );
 CREATE INDEX parts_by_parent ON parts (parent);
 """
+_IMAGES: LiteralString = """
+CREATE TABLE images (
+    tenant TEXT NOT NULL, digest TEXT NOT NULL, data BYTEA NOT NULL,
+    at DOUBLE PRECISION NOT NULL, crc BIGINT NOT NULL, PRIMARY KEY (tenant, digest)
+);
+CREATE TABLE image_links (
+    tenant TEXT NOT NULL, turn TEXT NOT NULL, digest TEXT NOT NULL,
+    PRIMARY KEY (tenant, turn, digest)
+);
+CREATE INDEX image_links_by_digest ON image_links (tenant, digest);
+"""
 # Script number n, counted from one, brings a database to version n.
-MIGRATIONS: tuple[LiteralString, ...] = (_FIRST,)
+MIGRATIONS: tuple[LiteralString, ...] = (_FIRST, _IMAGES)
 
 _PUT_AGENT: LiteralString = """
 INSERT INTO agents VALUES (%s, %s, %s, %s, %s, %s, %s, clock_timestamp())
@@ -208,7 +223,8 @@ class PostgresLedger(LedgerReadings):
         with self.transaction(is_synced=False) as connection:
             turns = _execute(connection, _FORGET_TURNS, (before,))
             replays = connection.execute("DELETE FROM replays WHERE at < %s", (replays_before,))
-            return turns.rowcount + replays.rowcount
+            num_images = forget_images(partial(_execute, connection), before)
+            return turns.rowcount + replays.rowcount + num_images
 
     def back_up(self) -> None:
         """Back up the local index; backing up the database is left to its administrator."""
@@ -314,6 +330,8 @@ def _make_change(connection: Connection, change: LedgerChange) -> None:
         case _:
             statement, row, table = shared_change(change)
             _execute(connection, statement, with_checksum(table, row) if table else row)
+            if isinstance(change, PutTurn):
+                link_images(partial(_execute, connection), change)
 
 
 def _timed_row(agent: Agent) -> Row:

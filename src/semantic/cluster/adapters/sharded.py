@@ -20,6 +20,7 @@ from semantic.domain.errors import (
     DeviceLostError,
     InvalidRequestError,
 )
+from semantic.domain.images.spans import ImageSpan
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.ports.backend import (
     LAST_SAMPLED,
@@ -106,8 +107,14 @@ class ShardedBackend(DoneTickets):
     def traits(self) -> Traits:
         return self._traits
 
-    def open_sequence(self, seq: SequenceId, tokens: Sequence[int]) -> None:
-        self._all("open_sequence", seq, tuple(tokens))
+    @property
+    def head(self) -> None:
+        return None
+
+    def open_sequence(
+        self, seq: SequenceId, tokens: Sequence[int], images: Sequence[ImageSpan] = ()
+    ) -> None:
+        self._all("open_sequence", seq, tuple(tokens), tuple(images))
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         shares = [self._divided(part) for part in parts]

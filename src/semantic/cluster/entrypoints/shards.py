@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import structlog
 
@@ -32,9 +32,6 @@ from semantic.cluster.adapters.sharded import ShardedBackend, mirror, share_of
 from semantic.domain.errors import BackendError, InvalidRequestError, SemanticError
 from semantic.domain.spec import Compute, ComputeHint, ModelCacheSpec
 from semantic.ports.backend import ModelBackendPort
-
-if TYPE_CHECKING:
-    import torch
 
 _log = structlog.get_logger(__name__)
 
@@ -313,28 +310,27 @@ def _torch_share(order: Order, options: dict[str, Any]) -> MakeShare:
     import torch
 
     from semantic.adapters.outbound.backends.torch.backend import TorchBackend
-    from semantic.adapters.outbound.backends.torch.loading import TorchOptions, choose_device
+    from semantic.adapters.outbound.backends.torch.loading import TorchOptions
     from semantic.adapters.outbound.backends.torch.shares import Share
 
     host, port = order.addresses[0]
-    device = choose_device(options["device"])
     torch.distributed.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "gloo",
         init_method=f"tcp://{host}:{port}",
         rank=order.rank,
         world_size=order.num_ranks,
     )
-    num_threads = options.pop("threads")
     chosen = TorchOptions(
-        **options,
-        num_threads=num_threads,
+        dtype=options["dtype"],
+        weights=options["weights"],
+        num_threads=options["threads"],
         share=Share(order.rank, order.num_ranks),
-        hint=_agreed_hint(order, device) if device.type == "cpu" else order.hint,
+        hint=_agreed_hint(order),
     )
     return lambda directory, spec: TorchBackend(directory, spec, chosen)
 
 
-def _agreed_hint(order: Order, device: "torch.device") -> ComputeHint:
+def _agreed_hint(order: Order) -> ComputeHint:
     """Broadcast rank 0's dtype: each rank would measure for itself, and results may differ."""
     import torch
 
@@ -342,8 +338,8 @@ def _agreed_hint(order: Order, device: "torch.device") -> ComputeHint:
 
     chosen: list[Compute | None] = [None]
     if order.rank == 0:
-        dtype, reason = choose_dtype(order.options["dtype"], device, order.hint)
-        chosen = [Compute(device.type, str(dtype).removeprefix("torch."), 0, "", reason)]
+        dtype, reason = choose_dtype(order.options["dtype"], order.hint)
+        chosen = [Compute("cpu", str(dtype).removeprefix("torch."), 0, "", reason)]
     torch.distributed.broadcast_object_list(chosen, src=0)
     return ComputeHint(chosen[0])
 

@@ -1,8 +1,10 @@
-"""`semantic agents`: list, show, fork, compact, rewind, rename, export and delete agents."""
+"""`semantic agents`: list, show, fork, compare, compact, rewind, rename, export, delete agents."""
 
 import functools
+import re
 import tempfile
-from itertools import islice
+from difflib import SequenceMatcher
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -27,17 +29,17 @@ from semantic.entrypoints.cli.screen import (
     age,
     agents_table,
     message_text,
+    place,
     reuse_bar,
     say,
     shorten,
     size,
     table,
-    tier,
     transfer_progress,
 )
 
 agents_app = typer.Typer(
-    help="List, show, fork, compact, rewind, rename, export and delete agents.",
+    help="List, show, fork, compare, compact, rewind, rename, export and delete agents.",
     no_args_is_help=True,
 )
 
@@ -52,6 +54,8 @@ def _checked(value: str | list[str]) -> str | list[str]:
 AgentArgument = functools.partial(typer.Argument, metavar="AGENT", callback=_checked)
 AgentId = Annotated[str, AgentArgument()]
 _SAID_WIDTH = 60
+_SIDES = ("green", "magenta")  # of a comparison
+_WORD = re.compile(r"\s+|\S+")
 _USUAL_SETTINGS: Json = {
     "tools": [],
     "class": "interactive",
@@ -93,7 +97,7 @@ def show(client: ServerClient, agent: AgentId) -> Answer:
     state = found["state"]
     rows = {
         "agent": found["id"],
-        "tier": tier(state["tier"]),
+        "cache": place(state),
         "turns": f"{found['turns']:,}, {found['tokens']:,} tokens",
         "memory": f"{size(state['memory_bytes'])}, {state['memory_tokens']:,} tokens",
         "disk": f"{size(state['disk_bytes'])}, {state['disk_tokens']:,} tokens",
@@ -186,6 +190,26 @@ def log(
         said = Text(f"  > {asked}\n  < {replied}", no_wrap=True, overflow="ellipsis")
         lines += [line.append(reuse_bar(turn["reuse"])), said]
     return Answer(listed, Group(*lines) if lines else f"{agent} has no turns yet")
+
+
+@agents_app.command()
+@with_server
+def compare(
+    client: ServerClient, agent: AgentId, other: Annotated[str, AgentArgument(metavar="OTHER")]
+) -> Answer:
+    """Show what two agents have in common, and their later turns with the words that differ."""
+    found = client.call("GET", f"/v1/agents/{agent}/compare", params={"with": other})
+    turns, tokens = found["common_turns"], found["common_tokens"]
+    shared = f"{turns:,} turn{'' if turns == 1 else 's'} in common, {tokens:,} tokens computed once"
+    lines = [Text(shared if turns else "no turns in common", "dim")]
+    for number, pair in enumerate(zip_longest(found["first"], found["second"]), turns + 1):
+        lines.append(Text(f"\nturn {number}", "bold"))
+        texts = [_spoken(turn) if turn else "" for turn in pair]
+        for name, text, style in zip((agent, other), texts, _SIDES, strict=True):
+            beside = texts[1] if text is texts[0] else texts[0]
+            said = _marked(text, beside, style) if text else Text("(no turn)", "dim")
+            lines.append(Text(name, style).append("\n").append_text(said))
+    return Answer(found, Group(*lines))
 
 
 @agents_app.command()
@@ -410,7 +434,8 @@ def _family(client: ServerClient, agent: str) -> tuple[dict[str, Json], dict[str
 def turn_tree(turns: dict[str, Json], heads: dict[str, str | None], agent: str) -> Tree:
     """Draw turns as a tree that indents only where conversations diverge.
 
-    A turn stands below the turn before it, unless one of the two has siblings: then it is indented.
+    A turn stands below the turn before it. It is indented if one of the two has siblings, or if the
+    turn before it is the head of an agent.
     """
     children: dict[str | None, list[Json]] = {}
     for turn in sorted(turns.values(), key=lambda one: float(one["created_at"])):
@@ -426,10 +451,27 @@ def turn_tree(turns: dict[str, Json], heads: dict[str, str | None], agent: str) 
         node = branch.add(_turn_line(turn, names.get(turn["id"], [])))
         following = children.get(turn["id"], [])
         parent = turn["parent"] if turn["parent"] in turns else None
-        is_line = len(following) == 1 and len(children[parent]) == 1
+        is_alone = len(following) == 1 and len(children[parent]) == 1
+        is_line = is_alone and turn["id"] not in names  # else another agent goes on from a head
         below = branch if is_line else node
         todo += [(below, one) for one in reversed(following)]
     return root
+
+
+def _spoken(turn: Json) -> str:
+    said = [m for m in turn["messages"] if m["role"] != "system"]
+    return "\n".join(message_text(message).strip() for message in said)
+
+
+def _marked(text: str, other: str, style: str) -> Text:
+    """Underline the words of a text that another one does not have in this place."""
+    words, others = _WORD.findall(text), _WORD.findall(other)
+    made = Text()
+    matches = SequenceMatcher(None, words, others, autojunk=False).get_opcodes()
+    for kind, start, end, *_ in matches:
+        is_own = bool(other) and kind != "equal"
+        made.append("".join(words[start:end]), f"{style} underline" if is_own else "")
+    return made
 
 
 def _turn_line(turn: Json, heads: list[str]) -> Text:
@@ -443,7 +485,8 @@ def _turn_line(turn: Json, heads: list[str]) -> Text:
 def _turn_texts(turn: Json) -> tuple[str, str]:
     replies = [m for m in turn["messages"] if m["role"] == "assistant"]
     asked = [m for m in turn["messages"] if m["role"] in ("user", "tool")]
+    mark = "(stopped) " if turn["finish_reason"] == "cancelled" else ""
     return (
         shorten(message_text(asked[-1]), _SAID_WIDTH) if asked else "",
-        shorten(message_text(replies[-1]), _SAID_WIDTH) if replies else "",
+        mark + shorten(message_text(replies[-1]), _SAID_WIDTH) if replies else mark,
     )

@@ -11,12 +11,13 @@ from semantic.adapters.config.settings import Settings
 from semantic.domain.errors import SemanticError
 from semantic.entrypoints.cli.agents import agents_app
 from semantic.entrypoints.cli.chat import chat
-from semantic.entrypoints.cli.doctor import doctor
-from semantic.entrypoints.cli.flags import Answer, Key, with_settings
+from semantic.entrypoints.cli.doctor.checks import doctor
+from semantic.entrypoints.cli.flags import Answer, Key, with_given_settings, with_settings
 from semantic.entrypoints.cli.keys import keys_app
 from semantic.entrypoints.cli.launch import launch, mcp
 from semantic.entrypoints.cli.models import models_app, ps, stop
 from semantic.entrypoints.cli.screen import say
+from semantic.entrypoints.cli.service import install, service_app
 from semantic.entrypoints.cli.storage.packs import packs_app
 from semantic.entrypoints.cli.watch import bench, top
 
@@ -24,6 +25,7 @@ _SERVE_FLAGS = (
     "host",
     "port",
     "model",
+    "draft_model",
     "backend",
     "dtype",
     "device",
@@ -47,6 +49,7 @@ _CLUSTER_FLAGS = (
     "host",
     "port",
     "model",
+    "draft_model",
     "backend",
     "dtype",
     "device",
@@ -235,6 +238,7 @@ def _cache(
     return run_cache(action, settings, orphan_age_h, key)
 
 
+service_app.command()(with_given_settings(*_SERVE_FLAGS)(install))
 for command in (chat, ps, stop, top, bench, launch, mcp):
     app.command(rich_help_panel=_USING)(command)
 app.command(rich_help_panel=_UPKEEP)(doctor)
@@ -242,4 +246,5 @@ app.add_typer(agents_app, name="agents", rich_help_panel=_USING)
 app.add_typer(models_app, name="models", rich_help_panel=_USING)
 app.add_typer(packs_app, name="pack", rich_help_panel=_USING)
 app.add_typer(cache_app, name="cache", rich_help_panel=_UPKEEP)
+app.add_typer(service_app, name="service", rich_help_panel=_SERVING)
 app.add_typer(keys_app, name="keys", rich_help_panel=_UPKEEP)

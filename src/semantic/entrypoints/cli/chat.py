@@ -1,11 +1,14 @@
 """`semantic chat`: talk to an agent from a terminal, with commands to fork and rewind it."""
 
+import base64
 import contextlib
+import inspect
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -19,14 +22,15 @@ from semantic.adapters.config.terminal import printable
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.agents import AgentArgument, explanation, find_turn, turn_tree
 from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
-from semantic.entrypoints.cli.flags import AsJson, print_json, with_server
-from semantic.entrypoints.cli.screen import Spinner, console, message_text, reuse_bar
+from semantic.entrypoints.cli.flags import AsJson, Command, print_json, with_server
+from semantic.entrypoints.cli.screen import Spinner, console, message_text, place, reuse_bar
 
 _HELP = """\
   /fork [NAME]        continue as another agent from here
   /rewind [N]         remove the last turn, or the last N
   /retry              remove the last turn and send its message again
   /log                show the turns
+  /image FILE         send a picture with the next message; repeat it for several
   /explain            show what the latest prompt reused, and where it diverged
   /model [NAME]       show the agent's model, or set another
   /system [TEXT]      show the agent's system prompt, or set another
@@ -46,11 +50,38 @@ _OPTIONS: dict[str, type[int] | type[float]] = {
     "frequency_penalty": float,
     "seed": int,
 }
+# Options that are flags too.
+_FLAGS: dict[str, Any] = {
+    "max_tokens": Annotated[int | None, typer.Option(help="longest reply")],
+    "temperature": Annotated[
+        float | None, typer.Option(help="0 always selects the most likely token")
+    ],
+}
 _QUOTES = '"""'
 _ERASE_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 
+def _with_options(command: Command) -> Command:
+    """Add the flags of `_FLAGS`; the command's argument `options` has those that are given."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [one for one in signature.parameters.values() if one.name != "options"]
+    flags = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in _FLAGS.items()
+    ]
+
+    def run(client: ServerClient, **given: Any) -> Any:
+        options = {name: given.pop(name) for name in _FLAGS}
+        set_ones = {name: value for name, value in options.items() if value is not None}
+        return command(client, options=set_ones, **given)
+
+    run.__doc__, run.__name__ = command.__doc__, command.__name__
+    run.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]
+    return run
+
+
 @with_server
+@_with_options
 def chat(
     client: ServerClient,
     agent: Annotated[str, AgentArgument(help="created if it does not exist")] = "me",
@@ -58,11 +89,12 @@ def chat(
     message: Annotated[
         str | None, typer.Option("-m", "--message", help="send this, print the reply and exit")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="system prompt of a new agent")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="longest reply")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 always selects the most likely token")
+    image: Annotated[
+        list[Path] | None,
+        typer.Option("--image", metavar="FILE", help="send a picture too; may be repeated"),
     ] = None,
+    system: Annotated[str | None, typer.Option(help="system prompt of a new agent")] = None,
+    options: Json,
     as_json: AsJson = False,
 ) -> int | None:
     """Talk to an agent. It keeps the conversation, even across restarts of the server."""
@@ -70,14 +102,12 @@ def chat(
         raise InvalidRequestError("--json needs --message: it prints one reply")
     if message is not None and not message.strip():
         raise InvalidRequestError("--message is empty; give it a text, or leave it out to chat")
-    limits = {"max_tokens": max_tokens, "temperature": temperature}
-    options = {name: value for name, value in limits.items() if value is not None}
-    session = ChatSession(client, agent, console(), options)
+    images = [_read_image(path) for path in image or ()]
+    session = ChatSession(client, agent, console(), options, images)
     session.open(system)
-    if as_json:
-        path = f"/v1/agents/{agent}/generate"
+    if as_json and message is not None:
         with Spinner(f"waiting for {agent}"):
-            reply = client.call("POST", path, json={"message": message, **options})
+            reply = client.call("POST", f"{session.path}/generate", json=session.body(message))
         print_json(reply)
     elif message is not None:
         session.say(message)
@@ -88,12 +118,17 @@ def chat(
 
 @dataclass
 class ChatSession:
-    """One conversation at a terminal."""
+    """One conversation at a terminal.
+
+    Attributes:
+        images: Pictures to send with the next message: data URIs, or digests of earlier ones.
+    """
 
     client: ServerClient
     agent: str
     screen: Console
     options: Json = field(default_factory=dict)
+    images: list[str] = field(default_factory=list)
     _is_reading: bool = False  # whether the screen shows a line of prefill progress
 
     def open(self, system: str | None = None) -> None:
@@ -116,9 +151,9 @@ class ChatSession:
                     f"{self.agent} already exists with another system prompt; choose another name"
                 )
         if found["turns"] and self.screen.is_terminal:
-            tier = found["state"]["tier"]
             turns = "1 turn" if found["turns"] == 1 else f"{found['turns']:,} turns"
-            self.screen.print(f"{turns}, {found['tokens']:,} tokens, {tier}", style="dim")
+            cache = place(found["state"]).plain
+            self.screen.print(f"{turns}, {found['tokens']:,} tokens, {cache}", style="dim")
 
     @property
     def path(self) -> str:
@@ -159,6 +194,7 @@ class ChatSession:
             "rewind": self._rewind,
             "retry": self._retry,
             "log": self._log,
+            "image": self._image,
             "explain": self._explain,
             "model": self._model,
             "system": self._system,
@@ -177,9 +213,8 @@ class ChatSession:
     def say(self, text: str) -> None:
         """Send a message and stream the reply to the screen; Ctrl-C stops it."""
         started, first = time.monotonic(), None
-        events = self.client.events(
-            "POST", f"{self.path}/generate", json={"message": text, "stream": True, **self.options}
-        )
+        body = self.body(text) | {"stream": True}
+        events = self.client.events("POST", f"{self.path}/generate", json=body)
         try:
             for event in events:
                 if event["type"] in ("text", "thinking", "tool_call") and first is None:
@@ -190,6 +225,16 @@ class ChatSession:
             self.screen.print(f"\nstopped; {kept}", style="dim")
         finally:
             events.close()
+
+    def body(self, text: str) -> Json:
+        """Return the request for a message, with the pictures that wait for it."""
+        said: Json = {"message": text}
+        if self.images:
+            parts = [{"type": "image", "source": image} for image in self.images]
+            content = [*parts, {"type": "text", "text": text}]
+            said = {"messages": [{"role": "user", "content": content}]}
+            self.images = []
+        return {**said, **self.options}
 
     def _show(self, event: Json, started: float, first: float | None) -> None:
         if self._is_reading:
@@ -234,6 +279,14 @@ class ChatSession:
 
     # -- commands ---------------------------------------------------------------------------------
 
+    def _image(self, name: str) -> None:
+        if not name:
+            raise InvalidRequestError("/image needs the name of a file")
+        self.images.append(_read_image(Path(name)))
+        number = len(self.images)
+        what = "1 picture" if number == 1 else f"{number} pictures"
+        self.screen.print(f"{what} will be sent with the next message", style="dim")
+
     def _fork(self, name: str) -> None:
         body = {"ids": [name]} if name else {"n": 1}
         self.agent = self.client.call("POST", f"{self.path}/fork", json=body)["data"][0]["id"]
@@ -258,7 +311,10 @@ class ChatSession:
         if turn is None or not asked:
             raise InvalidRequestError(f"{self.agent} has no message to send again")
         self.client.call("POST", f"{self.path}/rewind", json={"turn_id": turn["parent"]})
-        self.say(message_text(asked[-1]))
+        content = asked[-1]["content"]
+        self.images = [f"sha256:{p['sha256']}" for p in content if p["type"] == "image"]
+        texts = [part for part in content if part["type"] != "image"]
+        self.say(message_text({"content": texts}))
 
     def _system(self, text: str) -> None:
         if text:
@@ -301,6 +357,15 @@ class ChatSession:
             raise InvalidRequestError(
                 f"model {name!r} not found; the server has: {there_are}"
             ) from error
+
+
+def _read_image(path: Path) -> str:
+    """Return a file as a data URI; the server recognises its format."""
+    try:
+        data = path.expanduser().read_bytes()
+    except OSError as error:
+        raise InvalidRequestError(f"cannot read {path}: {error.strerror}") from error
+    return f"data:;base64,{base64.b64encode(data).decode()}"
 
 
 def _read_message(prompt: str) -> str:

@@ -3,7 +3,7 @@
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from semantic.entrypoints.cli.client import DEFAULT_URL, Json, ServerClient
 from semantic.entrypoints.cli.screen import console, say
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_PATHS = ("home", "cache_dir", "config")  # they may not exist yet
 Yes = Annotated[bool, typer.Option("-y", "--yes", help="do not ask for confirmation")]
 # The second is the server's own setting, so that one environment serves both.
 _KEY = typer.Option(
@@ -60,27 +61,64 @@ class Answer:
         return self.status
 
 
+@dataclass(frozen=True, slots=True)
+class GivenSettings:
+    """Settings, and the flags on the command line that they came from, to start a server with.
+
+    Attributes:
+        arguments: The flags with absolute paths, so that they hold in every directory.
+    """
+
+    settings: Settings
+    arguments: tuple[str, ...]
+
+
 # A command that returns an `Answer` gets the flag --json.
 Command: TypeAlias = Callable[..., Answer | int | None]
 
 
 def with_settings(*names: str) -> Callable[[Command], Command]:
     """Add flags for these settings and `--config`; the command's first argument is `Settings`."""
+    return _with_settings(names, lambda given: given.settings)
 
+
+def with_given_settings(*names: str) -> Callable[[Command], Command]:
+    """Like `with_settings`, but the command's first argument is `GivenSettings`."""
+    return _with_settings(names, lambda given: given)
+
+
+def _with_settings(
+    names: Sequence[str], first: Callable[[GivenSettings], object]
+) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
-        def prepare(options: Json) -> AbstractContextManager[Settings]:
+        def prepare(options: Json) -> AbstractContextManager[object]:
             config = options.pop("config")
             given = {name: options.pop(name) for name in names}
             for warning in unknown_variables(os.environ):
                 say(f"semantic: {warning}", is_error=True)
             given = {name: value for name, value in given.items() if value is not None}
-            return nullcontext(load_settings(given, config=config))
+            settings = load_settings(given, config=config)
+            return nullcontext(first(GivenSettings(settings, _arguments(given, config))))
 
         option = typer.Option("--config", metavar="FILE", help="a TOML file of settings")
         config = _parameter("config", Path | None, option)
         return _with_flags(command, [*map(_setting, names), config], prepare)
 
     return decorate
+
+
+def _arguments(given: Json, config: Path | None) -> tuple[str, ...]:
+    """Write flags as they would be typed; the name of an existing file becomes its full path."""
+    arguments: list[str] = []
+    for name, value in {**given, **({"config": config} if config else {})}.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            arguments.append(flag)
+            continue
+        path = Path(value).expanduser()
+        is_path = name in _PATHS or path.exists()
+        arguments += [flag, str(path.absolute() if is_path else value)]
+    return tuple(arguments)
 
 
 def with_server(command: Command) -> Command:

@@ -22,7 +22,7 @@ from semantic.entrypoints.cli.flags import (
     with_settings,
 )
 from semantic.entrypoints.cli.screen import Spinner, size, table
-from semantic.ports.backend import ModelEntry
+from semantic.ports.models import ModelEntry
 
 if TYPE_CHECKING:
     from semantic.adapters.outbound.models.catalogue import ModelCatalogue
@@ -192,11 +192,13 @@ def show(settings: Settings, model: _ModelOfMachine) -> Answer:
         "context": told.max_context,
         "layers": told.num_layers,
         "tools": "tools" in told.template if told.template else None,
+        "images": told.accepts_images if told.architecture else None,
     }
     made = table("", "~")
     for name, value in facts.items():
         made.add_row(name.removesuffix("_bytes"), _shown(name, value))
-    return Answer(facts, made)
+    hint = f"Import the file to see the rest: semantic models pull {entry.source}"
+    return Answer(facts, made, "" if told.architecture else hint)
 
 
 def _shown(name: str, value: object) -> str:
@@ -225,7 +227,7 @@ def ps(client: ServerClient) -> Answer:
     """Show the loaded model, how it is computed, its memory, and the requests that run."""
     health, cache = client.call("GET", "/health"), client.call("GET", "/v1/cache")
     compute = health["compute"] or {}
-    made = table("model", "state", "computed", ">KV cache", ">requests")
+    made = table("model", "state", "~computed", ">KV cache", ">requests")
     computed = ", ".join(str(compute[name]) for name in ("dtype", "device", "kernels") if compute)
     memory = cache["memory"]
     made.add_row(

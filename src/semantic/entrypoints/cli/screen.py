@@ -21,9 +21,12 @@ from rich.text import Text
 from semantic.adapters.config.terminal import printable
 from semantic.entrypoints.cli.client import Json
 
-TIER_STYLES = {"hot": "red", "warm": "yellow", "cold": "blue"}
+# Where an agent's KV cache is, by the name that the API has for it.
+_PLACES = {"hot": "in memory", "warm": "on disk", "cold": "not cached"}
+_PLACE_STYLES = {"hot": "red", "warm": "yellow", "cold": "blue"}
 # Sources of a prompt's tokens, in the order in which a bar shows them.
-REUSE_STYLES = {"hot": "red", "pool": "magenta", "disk": "yellow", "computed": "bright_black"}
+SOURCES = {"hot": "still open", "pool": "from memory", "disk": "from disk", "computed": "computed"}
+_SOURCE_STYLES = {"hot": "red", "pool": "magenta", "disk": "yellow", "computed": "bright_black"}
 _BAR_WIDTH = 24
 _SHARE = re.compile(r"(\d+) % of ")
 
@@ -130,20 +133,21 @@ def table(*columns: str) -> Table:
     return made
 
 
-def tier(name: str) -> Text:
-    """Style the name of a tier: hot, warm or cold."""
-    return Text(name, TIER_STYLES.get(name, ""))
+def place(state: Json) -> Text:
+    """Say where an agent's KV cache is."""
+    tier = str(state["tier"])
+    return Text(_PLACES.get(tier, tier), _PLACE_STYLES.get(tier, ""))
 
 
 def agents_table(agents: list[Json]) -> Table:
     """Make a table of agents, one per row."""
-    made = table("agent", "tier", ">turns", ">tokens", ">memory", ">disk", ">used", "")
+    made = table("agent", "cache", ">turns", ">tokens", ">memory", ">disk", ">used", "")
     for agent in agents:
         state = agent["state"]
         notes = {"busy": agent["busy"], "pinned": agent["settings"]["pin"]}
         made.add_row(
             agent["id"],
-            tier(state["tier"]),
+            place(state),
             f"{agent['turns']:,}",
             f"{agent['tokens']:,}",
             size(state["memory_bytes"]),
@@ -156,17 +160,17 @@ def agents_table(agents: list[Json]) -> Table:
 
 def reuse_bar(reuse: Json) -> Text:
     """Draw a bar of the sources of a prompt's tokens, with their numbers."""
-    total = sum(reuse[kind] for kind in REUSE_STYLES)
-    bar, place = Text(), 0.0
-    for kind, style in REUSE_STYLES.items():
-        start, place = round(place), place + _BAR_WIDTH * reuse[kind] / max(total, 1)
-        bar.append("━" * (round(place) - start), style)
-    shown = [f"{reuse[kind]:,} {kind}" for kind in REUSE_STYLES if reuse[kind]]
+    total = sum(reuse[kind] for kind in SOURCES)
+    bar, end = Text(), 0.0
+    for kind, style in _SOURCE_STYLES.items():
+        start, end = round(end), end + _BAR_WIDTH * reuse[kind] / max(total, 1)
+        bar.append("━" * (round(end) - start), style)
+    shown = [f"{reuse[kind]:,} {words}" for kind, words in SOURCES.items() if reuse[kind]]
     return bar.append(f" {', '.join(shown)}", "dim")
 
 
 def message_text(message: Json) -> str:
-    """Return a message as plain text; tool calls and results become placeholders."""
+    """Return a message as plain text; tool calls, results and images become placeholders."""
     return "".join(_part_text(part) for part in message["content"])
 
 
@@ -178,5 +182,7 @@ def _part_text(part: Json) -> str:
             return f"[calls {part['name']}] "
         case "tool_result":
             return "[tool result] "
+        case "image":
+            return f"[image {part['width']}x{part['height']}] "
         case _:
             return ""

@@ -21,14 +21,14 @@ from rich.text import Text
 from semantic import __version__
 from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
 from semantic.entrypoints.cli.flags import AsJson, print_json, with_server
-from semantic.entrypoints.cli.screen import agents_table, console, size, table
+from semantic.entrypoints.cli.screen import SOURCES, agents_table, console, size, table
 
 _MAX_AGENTS = 100
 _BAR = 30
 _FIXED_LINES = 14
 _MESSAGE = "Go on."
 _WORDS = ("The", "agent", "reads", "a", "note", "about", "the", "harbour", "and", "the", "tide.")
-_WAYS = ("computed", "disk", "memory", "hot")
+_WAYS = {"computed": "computed", "disk": "from disk", "memory": "from memory", "hot": "still open"}
 
 
 # -- top -------------------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ def _reuse(cache: Json) -> str:
     rates, reuse = cache["hit_rates"], cache["reuse"]
     if rates["all"] is None:
         return "no requests yet"
-    tiers = ", ".join(f"{rates[tier]:.0%} {tier}" for tier in ("hot", "pool", "disk"))
-    return f"{rates['all']:.0%} of prompts ({tiers}); {reuse['computed']:,} tokens computed"
+    sources = ", ".join(f"{rates[kind]:.0%} {SOURCES[kind]}" for kind in ("hot", "pool", "disk"))
+    return f"{rates['all']:.0%} of prompts ({sources}); {reuse['computed']:,} tokens computed"
 
 
 def _now(cache: Json, before: Json | None, interval: float) -> str:
@@ -268,11 +268,11 @@ def _timed(client: ServerClient, agent: str, max_tokens: int) -> tuple[float, fl
 
 
 def _print_result(result: BenchResult) -> None:
-    made = table("prompt's state", ">first token", ">")
+    made = table("prompt", ">first token", ">")
     slowest = result.first_token_s["computed"]
     for way, seconds in result.first_token_s.items():
         ratio = f"{slowest / seconds:.0f}x" if way != "computed" else ""
-        made.add_row(way, f"{seconds * 1000:,.0f} ms", ratio)
+        made.add_row(_WAYS[way], f"{seconds * 1000:,.0f} ms", ratio)
     made.add_row("one stream", f"{result.rate:,.0f} tokens/s", "")
     title = f"Semantic {result.version}: {result.model} on {result.backend}, {result.machine}"
     foot = f"a prompt of {result.prompt_tokens:,} tokens; medians"

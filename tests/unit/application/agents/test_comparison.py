@@ -1,21 +1,24 @@
 """The reason of a cache miss, from two turns in the ledger, also after a restart."""
 
+import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.application.agents.comparison import CacheFacts
+from semantic.application.agents.comparison import CacheFacts, RequestShape, request_change
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.turn_log import FinishedTurn, PastTurns
 from semantic.domain.agents import Pointer, Principal, Reuse, Turn
 from semantic.domain.blocks import BlockName, common_prefix
 from semantic.domain.chat import (
+    ImagePart,
     Message,
     Role,
     TextPart,
     ThinkingPart,
+    ToolResultPart,
     ToolSpec,
     ToolUsePart,
 )
@@ -321,3 +324,34 @@ def test_a_turn_that_continues_another_stores_no_tools() -> None:
         "tool list changed: 1 tool added at position 3",
         ("C",),
     )
+
+
+def image(name: str, width: int, height: int) -> ImagePart:
+    return ImagePart(hashlib.sha256(name.encode()).hexdigest(), "image/png", width, height)
+
+
+OLD, NEW, TWIN = image("old", 800, 600), image("new", 1024, 768), image("twin", 800, 600)
+
+
+@pytest.mark.parametrize(
+    "first, second, text, detail",
+    [
+        (OLD, NEW, "Look.", "image 2 differs (1024x768 instead of 800x600)"),
+        (TWIN, OLD, "Look.", "image 1 differs (both 800x600)"),
+        (OLD, NEW, "See.", "message 2 (tool) changed"),
+        (OLD, None, "Look.", "message 2 (tool) changed"),
+        (OLD, OLD, "Look.", "the chat template writes earlier messages in another way"),
+    ],
+)
+def test_a_changed_image_is_named(
+    first: ImagePart, second: ImagePart | None, text: str, detail: str
+) -> None:
+    def shape(one: ImagePart, two: ImagePart | None, said: str) -> RequestShape:
+        content = (TextPart(said), *((two,) if two else ()))
+        result = Message(Role.TOOL, (ToolResultPart("c", content),))
+        return RequestShape((SYSTEM, Message(Role.USER, (TextPart("?"), one)), result), ())
+
+    miss = request_change(shape(OLD, OLD, "Look."), shape(first, second, text), 7)
+
+    assert miss is not None
+    assert miss.detail == detail

@@ -18,6 +18,7 @@ from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
 from semantic.application.agents.turn_log import PastTurns, turn_id
 from semantic.application.engine.device_thread import DeviceThread
+from semantic.application.prompt.replay import ReplayStore
 from semantic.application.settings import EngineLimits
 from semantic.domain.agents import Agent, Principal
 from semantic.domain.errors import AgentNotFoundError, CachePersistenceError, ModelSwapError
@@ -63,7 +64,7 @@ def make_rig(agents: AgentLedger) -> Rig:
     cache = CacheService(no_model, agents, device, TurnWatch(feed, NoTelemetry()), feed, None)
     files = AgentFile(KVCodec(FORMATS[16]), ExportKeys(bytes(32), {}))
     service = AgentService(agents, lanes, cache, feed, device)
-    transfer = AgentTransfer(agents, no_model, device, None, files, feed)
+    transfer = AgentTransfer(agents, no_model, device, None, files, feed, ReplayStore())
     return Rig(agents, service, transfer, PastTurns(agents.log))
 
 

@@ -62,7 +62,11 @@ def test_later_turns_of_others_in_a_shared_block_are_no_part_of_an_agent(rig: Me
     rig.talk("bob", [*HEAD, 1, 2])  # in the same block
     found = where(rig, "ann")
     assert (found.num_tokens, found.memory_tokens, found.disk_tokens) == (6, 6, 6)
-    assert where(rig, "bob").memory_tokens == 8
+    whole = where(rig, "bob")
+    assert (whole.memory_tokens, whole.memory_bytes) == (8, 8 * 8)
+    # Of the block that both share, an agent's bytes are those of its own tokens.
+    assert found.memory_bytes == 6 * 8
+    assert found.disk_bytes == whole.disk_bytes * 6 // 8
 
 
 def test_eviction_spares_what_others_share(rig: MemoryRig) -> None:

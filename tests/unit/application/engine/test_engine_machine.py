@@ -1,5 +1,6 @@
 """Random schedules against a plain model: every request gets what it would get alone."""
 
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -7,14 +8,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from semantic.adapters.outbound.backends.fake import fake_spec
+from semantic.adapters.outbound.backends.fake_vision import FakeVision, VisionKind
 from semantic.application.engine.request import AheadJob, Job
 from semantic.application.settings import EngineLimits
 from semantic.domain.chat import ServiceClass
 from semantic.domain.errors import BackendError, GenerationTimeoutError, PoolExhaustedError
 from semantic.domain.events import Failed
+from semantic.domain.images.spans import PreparedImage
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec
-from tests.unit.application.engine_rig import JobOptions, Rig, alone, make_job, make_rig
+from tests.picture_prompts import PicturePrompt, fake_picture
+from tests.unit.application.engine_rig import (
+    FaultyBackend,
+    JobOptions,
+    Rig,
+    alone,
+    make_job,
+    make_rig,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -56,6 +67,12 @@ limits = st.builds(
     ageing_s=st.sampled_from([0.0, 0.05, 10.0]),
     max_idle=st.integers(0, 3),
 )
+# Two of them have the same size, and one occurs at several places.
+IMAGES = tuple(
+    FakeVision(258).prepare(fake_picture(seed, size))
+    for seed, size in ((1, (96, 96)), (2, (96, 96)), (1, (160, 96)))
+)
+pictures = st.lists(st.tuples(st.sampled_from(IMAGES), st.text("ab", max_size=8)), max_size=2)
 specs = st.builds(
     fake_spec,
     block_tokens=st.sampled_from([4, 8]),
@@ -75,15 +92,23 @@ class EngineMachine(RuleBasedStateMachine):
         self.pending_faults = 0
 
     @initialize(
-        spec=specs, depth=st.sampled_from([0, 1]), budget=st.integers(120, 600), first=limits
+        spec=specs,
+        depth=st.sampled_from([0, 1]),
+        vision=st.sampled_from(VisionKind),
+        budget=st.integers(120, 600),
+        first=limits,
     )
     def begin(
-        self, spec: ModelCacheSpec, depth: Literal[0, 1], budget: int, first: EngineLimits
+        self,
+        spec: ModelCacheSpec,
+        depth: Literal[0, 1],
+        vision: VisionKind,
+        budget: int,
+        first: EngineLimits,
     ) -> None:
         self.spec = spec
         self.rig: Rig = make_rig(
-            spec=spec,
-            pipeline_depth=depth,
+            backend=FaultyBackend(spec, pipeline_depth=depth, vision=vision),
             budget_tokens=budget,
             limits=first,
             max_idle=first.max_idle,
@@ -99,14 +124,29 @@ class EngineMachine(RuleBasedStateMachine):
         return False
 
     @rule(
-        prompt=prompts, options=job_options, cuts=cuts, timeout=st.sampled_from([None, None, 0.3])
+        prompt=prompts,
+        shown=pictures,
+        options=job_options,
+        cuts=cuts,
+        timeout=st.sampled_from([None, None, 0.3]),
     )
     def submit(
-        self, prompt: str, options: JobOptions, cuts: list[int], timeout: float | None
+        self,
+        prompt: str,
+        shown: list[tuple[PreparedImage, str]],
+        options: JobOptions,
+        cuts: list[int],
+        timeout: float | None,
     ) -> None:
-        options["boundaries"] = tuple(sorted({c for c in cuts if c < len(prompt)}))
         options["deadline"] = None if timeout is None else self.rig.now[0] + timeout
+        texts = [(image, list(text.encode())) for image, text in shown]
+        asked = PicturePrompt.of(
+            list(prompt.encode()), *(piece for pair in texts for piece in pair)
+        )
+        ends = {c for c in cuts if c < len(prompt)} | set(asked.boundaries)
+        options["boundaries"] = tuple(sorted(ends))
         job = make_job(f"j{len(self.jobs)}", prompt, **options)
+        job = replace(job, tokens=asked.tokens, images=asked.images)
         self.jobs[job.id] = job
         self.rig.submit(job)
 
@@ -122,7 +162,7 @@ class EngineMachine(RuleBasedStateMachine):
     def compute_ahead(self, data: st.DataObject, result: str, count: int) -> None:
         job = self.jobs[data.draw(st.sampled_from(sorted(self.jobs)))]
         said = (*job.tokens, *self.rig.text(job.id).encode(), *result.encode())
-        self.rig.engine.compute_ahead(AheadJob(job.agent, job.root, said))
+        self.rig.engine.compute_ahead(AheadJob(job.agent, job.root, said, job.images))
         for _ in range(count):
             self.rig.engine.step_ahead()
             self.rig.check()

@@ -74,7 +74,7 @@ def test_its_tokens_are_no_source_of_drafts() -> None:
     size = planner.memory.nbytes
     predicted = replace(_ephemeral("secret", SHARED, 60), prediction=tuple(b"secret words" * 9))
     rig.serve(predicted)
-    assert (planner.num_unread, planner.memory.nbytes) == (0, size)
+    assert (planner.memory.num_unread, planner.memory.nbytes) == (0, size)
     rig.serve(known := make_job("known", SHARED, max_tokens=60))
-    assert planner.num_unread or planner.memory.nbytes > size  # as for other requests
+    assert planner.memory.num_unread or planner.memory.nbytes > size  # as for other requests
     rig.expect_alone(predicted, known)

@@ -10,9 +10,10 @@ from semantic.application.engine.memory import IdleCopies
 from semantic.application.engine.request import Job
 from semantic.application.parsing import TextAssembler
 from semantic.domain.blocks import BlockName
+from semantic.domain.errors import PoolExhaustedError
 from semantic.domain.sampling import StopRules
-from semantic.ports.backend import SequenceId
-from tests.unit.application.engine_rig import GREEDY, ROOT, make_job, make_rig
+from semantic.ports.backend import SequenceId, Step, Ticket
+from tests.unit.application.engine_rig import GREEDY, ROOT, FaultyBackend, make_job, make_rig
 
 pytestmark = pytest.mark.unit
 
@@ -44,6 +45,35 @@ def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_memory() -
     rig.step()
     assert rig.backend.num_open == 1
     rig.run()
+
+
+def test_a_small_device_limits_sequences_more_than_the_budget_does() -> None:
+    spec = fake_spec(block_tokens=8)
+    backend = FaultyBackend(spec, kv_room=spec.bytes_per_context(100))
+    rig = make_rig(backend=backend)
+    assert rig.engine.longest_sequence == 100
+    fits = [make_job(name, name * 60, max_tokens=30) for name in "abc"]
+    rig.submit(make_job("long", "x" * 101), *fits)
+    while rig.engine.has_work:
+        rig.step()
+        assert backend.memory() <= backend.bytes_for([100])
+    assert "does not fit this server's memory" in rig.error("long", PoolExhaustedError)
+    rig.expect_alone(*fits)
+
+
+def test_a_step_without_memory_fails_its_request_and_no_other() -> None:
+    class SmallDevice(FaultyBackend):
+        def launch(self, step: Step) -> Ticket:
+            if any(chunk.num_tokens > 50 for chunk in step.chunks):
+                raise PoolExhaustedError("the device is out of memory", retry_after_s=5)
+            return super().launch(step)
+
+    rig = make_rig(backend=SmallDevice(fake_spec(block_tokens=8)))
+    small, after = make_job("small"), make_job("after")
+    rig.serve(small, make_job("large", "x" * 60))
+    rig.serve(after)
+    rig.error("large", PoolExhaustedError)
+    rig.expect_alone(small, after)
 
 
 # -- growth -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from semantic.application.engine.scheduler import (
     ConcurrentScheduler,
     VirtualClock,
 )
-from semantic.application.engine.steps import ChunkBudget
+from semantic.application.engine.steps import ChunkBudget, PromptWork
 from semantic.application.parsing import TextAssembler
 from semantic.application.settings import EngineLimits
 from semantic.domain.chat import ServiceClass
@@ -66,7 +66,7 @@ def test_being_served_ends_the_wait() -> None:
 
 def test_a_prompt_that_has_begun_is_not_put_off_for_another_but_for_a_short_one() -> None:
     scheduler = ConcurrentScheduler(EngineLimits(prefill_step_size=512))
-    scheduler.budget.observe(1000, 0.1)  # 2,500 tokens are a quarter of a second
+    scheduler.budget.observe(PromptWork.of(0, 1000), 0.1)  # 2,500 tokens are a quarter of a second
 
     def turn() -> list[str]:
         portions = scheduler.plan_step(now=0.0)
@@ -94,8 +94,8 @@ def beside_a_long_prompt(*others: Generation) -> tuple[ConcurrentScheduler, Gene
     """All run, on a device that decodes in 10 ms and computes a token of prompts in 1 ms."""
     scheduler = ConcurrentScheduler(EngineLimits(target_step_ms=330))
     for _ in range(3):
-        scheduler.budget.observe(0, 0.01)
-        scheduler.budget.observe(320, 0.33)
+        scheduler.budget.observe(PromptWork(), 0.01)
+        scheduler.budget.observe(PromptWork.of(0, 320), 0.33)
     long = generation("long", 0, prompt=9000)
     for item in (long, *others):
         scheduler.enqueue(item)
@@ -113,10 +113,10 @@ def test_a_chunk_of_a_long_prompt_is_followed_by_decode_steps() -> None:
         assert portions.pop("d") == 1
         pieces.append(portions.get("long", 0))
         long.progress.num_launched += pieces[-1]
-    assert pieces[:5] == [320, 0, 0, 0, 320]  # 27 ms are three of ten
+    assert pieces[:7] == [320, *[0] * 5, 320]  # 41 ms are five of ten
     num_long = sum(size > 0 for size in pieces)
     assert set(pieces) == {0, 320}
-    assert num_long == len(pieces) // 4
+    assert num_long == len(pieces) // 6
     scheduler.remove(decoding)
     assert names(p.generation for p in scheduler.plan_step(now=0.0)) == ["long"]
 
@@ -258,9 +258,9 @@ def test_chunk_budget_finds_the_target(per_token: float, fixed: float, target: f
     limits = EngineLimits(target_step_ms=target, prefill_step_size=4096)
     budget = ChunkBudget()
     for _ in range(40):
-        budget.observe(0, fixed / 1000)
+        budget.observe(PromptWork(), fixed / 1000)
         tokens = budget.tokens(limits)
-        budget.observe(tokens, (fixed + tokens * per_token) / 1000)
+        budget.observe(PromptWork.of(0, tokens), (fixed + tokens * per_token) / 1000)
     tokens = budget.tokens(limits)
     took = fixed + tokens * per_token
     at_bounds = tokens in (ChunkBudget.MIN_TOKENS, 4096)
@@ -274,35 +274,68 @@ def test_chunk_budget_finds_the_target(per_token: float, fixed: float, target: f
 def test_steps_that_took_long_once_do_not_keep_prompts_in_small_pieces() -> None:
     budget, limits, sizes = ChunkBudget(), EngineLimits(prefill_step_size=4096), []
     for _ in range(ChunkBudget.NUM_TRIALS):
-        budget.observe(0, 0.005)
+        budget.observe(PromptWork(), 0.005)
     for step in range(60):
         tokens = budget.tokens(limits) if step % 5 else 200  # what was left of a prompt
-        budget.observe(tokens, (20 + tokens / 40 + (60 if step < 5 else 0)) / 1000)
+        budget.observe(
+            PromptWork.of(0, tokens), (20 + tokens / 40 + (60 if step < 5 else 0)) / 1000
+        )
         sizes.append(tokens)
     assert min(sizes[1:6]) < 500
-    assert set(sizes[-10:]) == {200, 1024}
+    assert set(sizes[-10:]) == {200, 2048}
 
 
 @pytest.mark.parametrize("decode_ms", [5, 40])
 def test_by_default_a_prompt_takes_little_longer_than_alone(decode_ms: int) -> None:
     budget, limits, tokens = ChunkBudget(), EngineLimits(prefill_step_size=100_000), 0
     for _ in range(40):
-        budget.observe(0, decode_ms / 1000)
+        budget.observe(PromptWork(), decode_ms / 1000)
         tokens = budget.tokens(limits)
-        budget.observe(tokens, (decode_ms + tokens * 0.1) / 1000)
+        budget.observe(PromptWork.of(0, tokens), (decode_ms + tokens * 0.1) / 1000)
     alone = tokens * 0.1
     assert 1.05 < (decode_ms + alone) / alone < 1.15
+
+
+def test_chunks_get_smaller_where_attention_costs_more() -> None:
+    def seconds(work: PromptWork) -> float:
+        ms = 20 + 4e-4 * work.num_keys + 0.03 * work.num_tokens + 8e-7 * work.num_pairs
+        return ms / 1000
+
+    budget, limits, start = ChunkBudget(), EngineLimits(prefill_step_size=4096), 0
+    for _ in range(ChunkBudget.NUM_TRIALS):
+        budget.observe(PromptWork(), 0.005)
+    sizes: list[int] = []
+    while start < 100_000:
+        sizes.append(budget.tokens_alone(limits, start))
+        work = PromptWork.of(start, sizes[-1])
+        budget.observe(work, 0.005 + seconds(work))
+        start += sizes[-1]
+    assert (max(sizes), sizes[-1]) == (4096, 1024)
+    # What was learnt at the end of a long prompt tells what its other parts take.
+    for start, size in ((8000, 4096), (50_000, 2048), (100_000, 1024)):
+        work = PromptWork.of(start, size)
+        assert budget.expected_ms(work) == pytest.approx(5 + 1000 * seconds(work), rel=0.15)
+        assert budget.tokens_alone(limits, start) == size
+
+
+def test_a_long_chunk_alone_ends_before_the_next_is_launched() -> None:
+    scheduler, long = beside_a_long_prompt()
+    scheduler.plan_step(now=0.0)
+    assert scheduler.is_exclusive
+    long.progress.num_launched = 8500  # the rest takes half a second
+    scheduler.plan_step(now=0.0)
+    assert not scheduler.is_exclusive
 
 
 def test_decodes_run_alone_until_their_step_time_is_known() -> None:
     budget, limits = ChunkBudget(), EngineLimits(prefill_step_size=4096)
     sizes: list[int] = []
-    budget.observe(4096, 0.129)
+    budget.observe(PromptWork.of(0, 4096), 0.129)
     for _ in range(5):
         tokens = budget.tokens(limits)
         # The first step without prompts prepares the device; the others do not.
         decode_ms = 5 if sizes else 900
-        budget.observe(tokens, (decode_ms + tokens * 0.026) / 1000)
+        budget.observe(PromptWork.of(0, tokens), (decode_ms + tokens * 0.026) / 1000)
         sizes.append(tokens)
     assert sizes == [0, 0, 0, 1024, 1024]
     assert ChunkBudget().tokens(EngineLimits(target_step_ms=100, prefill_step_size=512)) == 128
@@ -453,14 +486,14 @@ def test_integrity_check_can_fail() -> None:
 def test_alone_a_prompt_gets_what_fits_a_quarter_of_a_second() -> None:
     budget, limits = ChunkBudget(), EngineLimits()
     assert budget.tokens_alone(limits) == 128
-    budget.observe(512, 0.02)
+    budget.observe(PromptWork.of(0, 512), 0.02)
     assert budget.tokens_alone(limits) == 4096
     assert budget.tokens_alone(EngineLimits(prefill_step_size=100)) == 100
     for _ in range(5):
-        budget.observe(20, 0.01)  # as long as many more would take
+        budget.observe(PromptWork.of(0, 20), 0.01)  # as long as many more would take
     assert budget.tokens_alone(limits) == 4096
     for _ in range(20):
-        budget.observe(512, 0.5)
+        budget.observe(PromptWork.of(0, 512), 0.5)
     assert budget.tokens_alone(limits) == 512
 
 
@@ -472,7 +505,7 @@ def test_no_chunk_takes_so_long_that_a_slow_device_seems_to_hang(
     num_tokens: int, seconds: float, expected: int
 ) -> None:
     budget = ChunkBudget()
-    budget.observe(num_tokens, seconds)
+    budget.observe(PromptWork.of(0, num_tokens), seconds)
     assert budget.tokens_alone(EngineLimits()) == expected
 
 

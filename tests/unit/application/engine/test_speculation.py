@@ -24,6 +24,7 @@ from semantic.application.settings import EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.errors import BackendError
 from semantic.domain.events import Finished, TextDelta
+from semantic.domain.images.spans import IMAGE_ID, image_ids
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.backend import Step, Ticket, Traits
@@ -281,14 +282,15 @@ def test_a_model_that_cannot_be_cut_back_is_not_drafted_for() -> None:
 
 
 class SlowBackend(FaultyBackend):
-    """Takes as long as a step has tokens, draft tokens included."""
+    """A step takes a second for its first token and `token_s` for each other, drafts included."""
 
-    def __init__(self, now: list[float]) -> None:
+    def __init__(self, now: list[float], token_s: float = 1.0) -> None:
         super().__init__(fake_spec(block_tokens=8))
-        self._now = now
+        self._now, self._token_s = now, token_s
 
     def launch(self, step: Step) -> Ticket:
-        self._now[0] += 1.0 * sum(chunk.num_tokens + len(chunk.draft) for chunk in step.chunks)
+        num_tokens = sum(chunk.num_tokens + len(chunk.draft) for chunk in step.chunks)
+        self._now[0] += 1 + self._token_s * (num_tokens - 1)
         return super().launch(step)
 
 
@@ -344,7 +346,7 @@ def test_what_waits_to_be_remembered_is_bounded() -> None:
         row.drafting.room = 4
         planner.plan([row], has_prompts=False)
         planner.forget(row)
-    assert planner.num_unread == 32
+    assert planner.memory.num_unread == 32
 
 
 def test_the_longest_match_goes_first_and_most_votes_win() -> None:
@@ -386,3 +388,22 @@ def test_forced_tokens_are_seen(mask: bytes | None, token: int | None) -> None:
 
 def test_nothing_is_drafted_before_the_cost_of_steps_is_known() -> None:
     assert not AdaptiveDraftPlanner(Traits(0, "", max_draft=16), frozenset()).wants_tokens([])
+
+
+def test_key_ids_of_images_are_no_source_of_draft_tokens() -> None:
+    keys = list(image_ids(bytes(32), 12))
+    before, after = list(range(10, 30)), list(range(40, 60))
+    memory = TenantMemory()
+    conversation = memory.begin("a", [*before, *keys, *after])
+    memory.extend(conversation, [*before, *keys, *after][len(conversation.tokens) :])
+    again = memory.begin("b", [*before, *keys, *after, *before])
+
+    assert all(token < IMAGE_ID for token in conversation.tokens)
+    match = memory.find_draft([*before, *keys, *after, *before[:10]], again)
+    assert match is not None
+    assert match.tokens == before[10:]  # up to the image
+    assert memory.find_draft([*before, *keys], again) is None
+    assert memory.find_draft([*before, *keys, *after[:2]], again) is None
+    match = memory.find_draft([*keys, *after[:5]], again)
+    assert match is not None
+    assert match.tokens[:15] == after[5:]

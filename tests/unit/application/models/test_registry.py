@@ -13,8 +13,8 @@ from semantic.application.models.registry import ModelRegistry
 from semantic.application.settings import SwapPolicy
 from semantic.domain.errors import ConflictError, ModelNotFoundError
 from semantic.domain.events import Event, Failed, ModelProgress
-from semantic.ports.backend import ModelEntry, OnProgress
 from semantic.ports.inbound import ModelState, Reply
+from semantic.ports.models import FetchProgress, ModelEntry, OnProgress
 from tests.unit.application.device_rig import ready_device
 
 pytestmark = pytest.mark.unit
@@ -26,9 +26,11 @@ class SlowModels(FakeModels):
     def __init__(self) -> None:
         self.is_there = threading.Event()
 
-    def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:
+    def fetch(
+        self, entry: ModelEntry, on_progress: OnProgress, transfer: FetchProgress | None = None
+    ) -> ModelEntry:
         assert self.is_there.wait(60)
-        return super().fetch(entry, on_progress)
+        return super().fetch(entry, on_progress, transfer)
 
 
 class WatchedModels(FakeModels):

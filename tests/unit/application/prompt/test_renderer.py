@@ -118,7 +118,7 @@ def test_special_tokens_in_text_are_text() -> None:
     ]  # fmt: skip
 
 
-IMAGE = ImagePart("image/png", "x")
+IMAGE = ImagePart("0" * 64, "image/png", 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_it_ends_where_the_result_begins(
     send: Callable[..., tuple[Message, ...]],
 ) -> None:
     reply = said(*(call(f"abcdefgh{n}", f"{n}.txt") for n in range(num_calls)))
-    certain = next_prompt(ASKED, reply, render)
+    certain = next_prompt(ASKED, reply, render).tokens
     answers = [result(f"abcdefgh{n}", RESULTS[n]) for n in range(num_calls)]
     whole = render(told(ASKED, reply, *send(*answers))).tokens
     assert whole[: len(certain)] == certain
@@ -84,7 +84,7 @@ def test_the_same_call_again_is_predicted_whole(render: Callable[[ChatRequest], 
     before = told(ASKED, said(call("abcdefgh0")), *in_chat(result("abcdefgh0", RESULTS[0])))
     reply = said(call("abcdefgh1"))
     whole = render(told(before, reply, *in_chat(result("abcdefgh1", RESULTS[0])))).tokens
-    assert next_prompt(before, reply, render) == whole[:-1]
+    assert next_prompt(before, reply, render).tokens == whole[:-1]
 
 
 def test_of_parallel_calls_those_before_the_first_new_one_are_predicted(
@@ -94,7 +94,7 @@ def test_of_parallel_calls_those_before_the_first_new_one_are_predicted(
     reply = said(call("abcdefgh1"), call("abcdefgh2", "b.txt"))
     answers = [result("abcdefgh1", RESULTS[0]), result("abcdefgh2", RESULTS[1])]
     whole = render(told(before, reply, *in_chat(*answers))).tokens
-    certain = next_prompt(before, reply, render)
+    certain = next_prompt(before, reply, render).tokens
     assert whole[: len(certain)] == certain
     rest = bytes(token for token in whole[len(certain) :] if token < 256).decode()
     assert rest.lstrip('"').startswith(RESULTS[1])
@@ -111,9 +111,9 @@ def test_the_latest_result_is_predicted_as_it_was(qwen: Callable[[ChatRequest], 
     before = told(before, said(call("2")), *in_messages(failed))
     reply = said(call("3"))
     whole = qwen(told(before, reply, *in_messages(replace(failed, tool_use_id="3")))).tokens
-    assert next_prompt(before, reply, qwen) == whole[:-1]
+    assert next_prompt(before, reply, qwen).tokens == whole[:-1]
     other = said(call("3", "b.txt"))
-    assert len(next_prompt(before, other, qwen)) < len(whole) - len("no such file")
+    assert len(next_prompt(before, other, qwen).tokens) < len(whole) - len("no such file")
 
 
 @pytest.mark.parametrize("is_sent", [False, True])
@@ -126,7 +126,7 @@ def test_thinking_is_left_out_if_the_client_leaves_it_out(
     reply = said(*thinking, call("2"))
     sent = reply if is_sent else said(call("2"))
     whole = qwen(told(before, sent, *in_chat(result("2", RESULTS[1])))).tokens
-    certain = next_prompt(before, reply, qwen)
+    certain = next_prompt(before, reply, qwen).tokens
     assert whole[: len(certain)] == certain
 
 

@@ -5,8 +5,15 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, Response
-from pydantic import AliasPath, BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from semantic.adapters.inbound.admin.models import (
+    ModelOut,
+    ModelsOut,
+    RemovedModel,
+    SuggestedModel,
+    SuggestedModels,
+)
 from semantic.adapters.inbound.http.errors import refusals
 from semantic.adapters.validation import pydantic_fields
 from semantic.application.engine.device_thread import DeviceThread
@@ -76,68 +83,6 @@ class SwapOut(BaseModel):
     model: str | None = Field(default=None, examples=["fake"])
     seconds: float | None = Field(default=None, examples=[1.93])
     cut_requests: int | None = Field(default=None, examples=[0])
-
-
-class ModelOut(BaseModel):
-    """A model, with details for the operator."""
-
-    model_config = ConfigDict(from_attributes=True)
-
-    id: str = Field(examples=["fake"])
-    state: str = Field(validation_alias=AliasPath("state", "value"), examples=["ready"])
-    detail: str = Field(examples=["ready"])
-    family: str = Field(examples=["llama"])
-    size_bytes: int = Field(validation_alias="num_bytes", examples=[269060552])
-    fits: bool | None = Field(examples=[True])
-    max_context: int = Field(examples=[8192])
-
-
-class ModelsOut(BaseModel):
-    """All models, the current one first."""
-
-    backend: str = Field(examples=["torch"])
-    models: list[ModelOut]
-
-
-class SuggestedModel(BaseModel):
-    """A published model, and how it would run on this machine."""
-
-    model_config = ConfigDict(from_attributes=True)
-
-    name: str = Field(validation_alias=AliasPath("model", "name"), examples=["qwen3-4b"])
-    source: str = Field(
-        validation_alias=AliasPath("model", "four_bit"),
-        description="the Hugging Face id of its four-bit version",
-        examples=["mlx-community/Qwen3-4B-4bit"],
-    )
-    parameters: float = Field(
-        validation_alias=AliasPath("model", "parameters"), description="in billions"
-    )
-    size_bytes: int = Field(validation_alias=AliasPath("model", "num_bytes"))
-    memory_bytes: int = Field(
-        validation_alias=AliasPath("model", "memory_bytes"),
-        description="of the weights and a conversation of 16,384 tokens",
-    )
-    max_context: int = Field(validation_alias=AliasPath("model", "max_context"))
-    licence: str = Field(validation_alias=AliasPath("model", "licence"))
-    has_tools: bool = Field(validation_alias=AliasPath("model", "has_tools"))
-    fits: bool
-    is_best: bool = Field(description="the largest that fits, is fast enough and knows tools")
-    tokens_per_s: float | None = Field(description="estimated; null if it is not measured")
-    is_here: bool = Field(default=False, description="it is on this machine already")
-
-
-class SuggestedModels(BaseModel):
-    """Known models, the smallest first."""
-
-    models: list[SuggestedModel]
-
-
-class RemovedModel(BaseModel):
-    """A model that was deleted."""
-
-    model: str = Field(examples=["Qwen3-4B-4bit"])
-    freed_bytes: int
 
 
 class Drain(_Body):
@@ -215,7 +160,8 @@ class AdminApi:
     async def models(self) -> ModelsOut:
         """List the loaded model, the one that is being loaded, and those on this machine."""
         found = await asyncio.to_thread(self._models.models)
-        models = [ModelOut.model_validate(one) for one in found]
+        facts = await asyncio.to_thread(lambda: [self._models.facts(one.id) for one in found])
+        models = [ModelOut.describe(*one) for one in zip(found, facts, strict=True)]
         return ModelsOut(backend=found[0].backend, models=models)
 
     async def recommended(self) -> SuggestedModels:

@@ -33,10 +33,14 @@ class DiskOut(View):
 
 
 class DeviceOut(View):
-    """A device's own memory in bytes, used by weights, sequences and anything else on it."""
+    """A device's own memory in bytes; `cached` are buffers that the backend's library reuses."""
 
     used: int = Field(examples=[18253611008])
     budget: int = Field(validation_alias="total", examples=[150754820096])
+    weights: int = Field(examples=[16060522496])
+    sequences: int = Field(examples=[1073741824])
+    cached: int = Field(examples=[536870912])
+    scratch: int = Field(examples=[582733776])
 
 
 class CountersOut(View):

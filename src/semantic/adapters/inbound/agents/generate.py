@@ -3,7 +3,13 @@
 import asyncio
 from collections.abc import Callable
 
-from semantic.adapters.inbound.agents.views import MessageOut, ReplyOut, ReuseOut, UsageOut
+from semantic.adapters.inbound.agents.views import (
+    MessageOut,
+    ReplyOut,
+    ReuseOut,
+    TimingOut,
+    UsageOut,
+)
 from semantic.adapters.inbound.http.errors import openai_body
 from semantic.adapters.inbound.http.streaming import Json, ReplySet, data
 from semantic.adapters.inbound.wire import explained
@@ -82,6 +88,7 @@ class ReplyWriter:
             finish_reason=finished.reason,
             stop_sequence=finished.stop_sequence,
             usage=UsageOut.of(finished.usage),
+            timing=TimingOut.of(turn.timing) if turn and turn.timing else None,
             reuse=ReuseOut.of(turn.reuse if turn else Reuse()),
             dropped_messages=turn.num_dropped if turn else 0,
             summarised_messages=turn.num_summarised if turn else 0,

@@ -19,7 +19,9 @@ from pydantic import (
 from semantic.adapters.inbound.wire import (
     MAX_ENTRIES,
     NO_LIMIT,
+    SentImage,
     ToolSchema,
+    image_place,
     reply_limit,
     sampling_of,
     tool_choice_of,
@@ -41,6 +43,7 @@ from semantic.domain.agents import (
 from semantic.domain.chat import (
     CacheComparison,
     ChoiceFormat,
+    ImagePart,
     JsonFormat,
     Message,
     OutputFormat,
@@ -194,8 +197,23 @@ class PatchAgent(AgentSettings):
 
 
 class _NewPart(_Schema):
-    type: Literal["text"] = "text"
-    text: Text
+    type: Literal["text", "image"] = "text"
+    text: Text | None = Field(default=None, description="with type text")
+    source: str | None = Field(
+        default=None,
+        description="with type image: a data URI, base64, a URL of an allowed domain, or "
+        "sha256:… of an image in a stored turn",
+    )
+
+    @model_validator(mode="after")
+    def _require_own_field(self) -> Self:
+        needed, other = ("text", "source") if self.type == "text" else ("source", "text")
+        if getattr(self, needed) is None or getattr(self, other) is not None:
+            raise ValueError(f"a part of type {self.type} needs {needed}, and has no {other}")
+        return self
+
+    def to_domain(self) -> TextPart | ImagePart:
+        return TextPart(self.text or "") if self.source is None else SentImage.of(self.source)
 
 
 class NewMessage(_Schema):
@@ -213,13 +231,11 @@ class NewMessage(_Schema):
         return self
 
     def to_domain(self) -> Message:
-        contents = (
-            [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
-        )
-        texts = tuple(TextPart(text) for text in contents)
-        parts: tuple[Part, ...] = texts
+        given = [_NewPart(text=self.content)] if isinstance(self.content, str) else self.content
+        content = tuple(part.to_domain() for part in given)
+        parts: tuple[Part, ...] = content
         if self.tool_call_id is not None:
-            parts = (ToolResultPart(self.tool_call_id, texts, is_error=self.is_error),)
+            parts = (ToolResultPart(self.tool_call_id, content, is_error=self.is_error),)
         return Message(Role(self.role), parts)
 
 
@@ -263,6 +279,17 @@ class _OutputForm(_Schema):
                 return None
 
 
+def _require_words(message: str) -> str:
+    if not message.strip():
+        raise ValueError("the message is empty; send a text")
+    return message
+
+
+_Words = Annotated[
+    Text, AfterValidator(_require_words), WithJsonSchema({"type": "string", "pattern": r"\S"})
+]
+
+
 class Generate(_Schema):
     """The body of `POST /v1/agents/{id}/generate`: only the new messages."""
 
@@ -275,7 +302,7 @@ class Generate(_Schema):
         }
     )
 
-    message: Annotated[Text, Field(min_length=1)] | None = Field(None, description="a user message")
+    message: _Words | None = Field(None, description="a user message; not only white space")
     messages: list[NewMessage] | None = Field(
         None,
         min_length=1,
@@ -308,7 +335,16 @@ class Generate(_Schema):
         return self
 
     def client_param(self, param: str | None) -> str | None:
-        return "message" if param == "messages" and self.message is not None else param
+        """Translate our name of a field of the new messages."""
+        if param == "messages" and self.message is not None:
+            return "message"
+        place = image_place(param)
+        return f"messages[{place[0]}].content[{place[1]}].source" if place else param
+
+    def turn_param(self, param: str | None) -> str | None:
+        """Translate our name of a field of the turn, whose messages follow the conversation's."""
+        is_message = (param or "").startswith("messages[")
+        return self.client_param("messages" if is_message else param)
 
     def to_domain(
         self, *, is_ephemeral: bool = False, comparison: CacheComparison | None = None

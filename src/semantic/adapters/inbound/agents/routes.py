@@ -31,6 +31,7 @@ from semantic.adapters.inbound.agents.views import (
     AgentList,
     AgentOut,
     CompactedOut,
+    ComparisonOut,
     ExplanationOut,
     ImportedOut,
     Timeline,
@@ -50,9 +51,11 @@ from semantic.adapters.inbound.http.uploads import uploaded
 from semantic.adapters.inbound.wire import (
     EPHEMERAL,
     EXPLAIN,
+    ReadImages,
     client_params,
     comparison_of,
     is_ephemeral,
+    with_images,
 )
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
@@ -80,12 +83,14 @@ class AgentApi:
         transfer: AgentTransfer,
         compaction: AgentCompaction,
         principal: Callable[[], Principal],
+        read_images: ReadImages,
     ) -> None:
         self._inference = inference
         self._agents = agents
         self._transfer = transfer
         self._compaction = compaction
         self._principal = principal
+        self._read_images = read_images
 
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1/agents", tags=["agents"])
@@ -142,6 +147,7 @@ class AgentApi:
         add(f"{one}/rewind", self.rewind, methods=["POST"], responses=refusals(400, 404, 503))
         add(f"{one}/turns", self.turns, methods=["GET"], responses=refusals(400, 404))
         add(f"{one}/timeline", self.timeline, methods=["GET"], responses=refusals(400, 404))
+        add(f"{one}/compare", self.compare, methods=["GET"], responses=refusals(400, 404))
         add(f"{one}/explain", self.explain, methods=["GET"], responses=refusals(400, 404))
         return router
 
@@ -203,6 +209,16 @@ class AgentApi:
         turns = self._agents.timeline(self._principal(), agent_id, limit)
         return Timeline(data=[TimelineEntry.of(turn) for turn in turns])
 
+    def compare(
+        self,
+        agent_id: AgentPath,
+        other: Annotated[AgentId, Query(alias="with", description="the agent to compare with")],
+        limit: Annotated[int, Query(ge=1, le=100, description="turns of each agent")] = 50,
+    ) -> ComparisonOut:
+        """Compare two agents: the turns that they share, and those of each after that."""
+        found = self._agents.compare(self._principal(), agent_id, other, limit)
+        return ComparisonOut.between(agent_id, other, found)
+
     def explain(
         self,
         agent_id: AgentPath,
@@ -229,8 +245,10 @@ class AgentApi:
         ask = body.to_domain(
             is_ephemeral=is_ephemeral(x_agent_ephemeral), comparison=comparison_of(x_cache_explain)
         )
-        starting = self._inference.generate(self._principal(), agent_id, ask)
         with client_params(body.client_param):
+            ask = await with_images(ask, self._read_images)
+        starting = self._inference.generate(self._principal(), agent_id, ask)
+        with client_params(body.turn_param):
             reply = await unless_disconnected(starting, http)
         if reply is None:
             return Response(status_code=CLIENT_LEFT)

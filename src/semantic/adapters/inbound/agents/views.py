@@ -24,7 +24,7 @@ from semantic.domain.chat import (
 )
 from semantic.domain.events import MissReason
 from semantic.domain.sampling import FinishReason
-from semantic.ports.inbound import Explanation
+from semantic.ports.inbound import BranchComparison, Explanation
 
 Json = dict[str, Any]
 EXAMPLE_TURN, _PARENT = "turn_57d6c033ac4c047f4192f7f7", "turn_0a31c8f2b4d94e6f83a1c7d2"
@@ -39,6 +39,11 @@ _SETTINGS: Json = {
     "quota": {"max_bytes": None, "max_turns": None},
     "overflow": "error",
     "labels": {"project": "web"},
+}
+_STARTS = {
+    Tier.HOT: "starts from memory",
+    Tier.WARM: "reads its KV cache from disk",
+    Tier.COLD: "computes most of its prompt again",
 }
 
 
@@ -189,6 +194,18 @@ class UsageOut(View):
     thinking_tokens: int = Field(examples=[0])
     accepted_prediction_tokens: int = Field(examples=[5])
     rejected_prediction_tokens: int = Field(examples=[1])
+    accepted_by_source: dict[str, int] = Field(examples=[{"memory": 5}])
+
+
+class TimingOut(View):
+    """How long a reply took."""
+
+    first_token_s: float = Field(
+        description="seconds from the request to the first token", examples=[0.21]
+    )
+    decode_s: float = Field(
+        description="seconds from the first token to the last one", examples=[0.25]
+    )
 
 
 def _part(part: Part | ToolReferencePart) -> Json:
@@ -206,8 +223,9 @@ def _part(part: Part | ToolReferencePart) -> Json:
             parts = [_part(inner) for inner in content]
             named = {"type": "tool_result", "tool_use_id": call_id}
             return {**named, "content": parts, "is_error": is_error}
-        case ImagePart(media_type):
-            return {"type": "image", "media_type": media_type}
+        case ImagePart():
+            sizes: Json = {"width": part.width, "height": part.height}
+            return {"type": "image", "media_type": part.media_type, "sha256": part.digest, **sizes}
         case ToolReferencePart(name):
             return {"type": "tool_reference", "tool_name": name}
 
@@ -250,6 +268,7 @@ class TurnOut(View):
         validation_alias="tokens", examples=[30]
     )
     usage: UsageOut
+    timing: TimingOut | None = Field(description="null in turns of older servers")
     reuse: ReuseOut
     miss: MissOut | None
     dropped_messages: int = Field(validation_alias="num_dropped", examples=[0])
@@ -270,6 +289,35 @@ class TurnList(View):
     object: Literal["list"] = "list"
     data: list[TurnOut]
     next: str | None = Field(examples=[EXAMPLE_TURN])
+
+
+class ComparisonOut(View):
+    """Two agents: the turns that they share, and those of each after that, oldest first."""
+
+    object: Literal["agent.comparison"] = "agent.comparison"
+    first_agent: str = Field(examples=["coder"])
+    second_agent: str = Field(examples=["coder-2"])
+    common_turns: int = Field(examples=[12])
+    common_tokens: int = Field(description="computed once for both", examples=[3412])
+    fork: str | None = Field(description="the last turn of both", examples=[_PARENT])
+    first: list[TurnOut]
+    second: list[TurnOut]
+    first_turns: int = Field(description="how many there are; `first` has the oldest", examples=[1])
+    second_turns: int = Field(examples=[1])
+
+    @classmethod
+    def between(cls, first: str, second: str, found: BranchComparison) -> Self:
+        return cls(
+            first_agent=first,
+            second_agent=second,
+            common_turns=found.num_common,
+            common_tokens=found.fork.num_tokens if found.fork else 0,
+            fork=found.fork.id if found.fork else None,
+            first=[TurnOut.of(turn) for turn in found.first],
+            second=[TurnOut.of(turn) for turn in found.second],
+            first_turns=found.num_turns[0],
+            second_turns=found.num_turns[1],
+        )
 
 
 class TimelineEntry(View):
@@ -302,6 +350,7 @@ class ReplyOut(View):
     finish_reason: FinishReason = Field(examples=["end_turn"])
     stop_sequence: str | None = Field(examples=[None])
     usage: UsageOut
+    timing: TimingOut | None = Field(description="null if no turn was logged")
     reuse: ReuseOut
     dropped_messages: int = Field(examples=[0])
     summarised_messages: int = Field(examples=[0])
@@ -409,5 +458,5 @@ def _summary(explanation: Explanation) -> str:
     if turn.num_summarised:
         text += f" A summary replaced {turn.num_summarised} of the oldest messages (compaction)."
     state = explanation.state
-    start = f"The next turn starts {state.tier.value} and reuses {state.reusable_tokens:,} tokens."
+    start = f"The next turn {_STARTS[state.tier]} and reuses {state.reusable_tokens:,} tokens."
     return " ".join(filter(None, (text, explanation.note, start, state.note)))

@@ -20,6 +20,7 @@ from semantic.adapters.inbound.wire import (
     NO_LIMIT,
     Limited,
     Schema,
+    SentImage,
     ToolSchema,
     client_params,
     comparison_of,
@@ -58,6 +59,7 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import MAX_REPLY_TOKENS, StopRules
 
 MESSAGE_ID_PREFIX, TOOL_ID_PREFIX = "msg_", "toolu_"
+_INDEX = re.compile(r"\[(\d+)\]")
 _BILLING_PREFIX = "x-anthropic-billing-header:"
 
 _REQUIRED = {
@@ -109,7 +111,7 @@ class Block(Schema):
             case "text":
                 return TextPart(self.text or "")
             case "image":
-                return self._image()
+                return self._image(where)
             case "document":
                 return self._document(where)
             case "search_result" if not isinstance(self.content, str):
@@ -149,10 +151,16 @@ class Block(Schema):
             )
         return ToolResultPart(_own_id(self.tool_use_id or ""), content, bool(self.is_error))
 
-    def _image(self) -> ImagePart:
+    def _image(self, where: str) -> ImagePart:
         source = self.source if isinstance(self.source, dict) else {}
-        data = source.get("data") or source.get("url") or source.get("file_id") or ""
-        return ImagePart(str(source.get("media_type", "image/*")), str(data))
+        kind = source.get("type")
+        given = source.get({"base64": "data", "url": "url"}.get(str(kind), ""))
+        if isinstance(given, str):
+            return SentImage.of(given)
+        why = "an image needs a source of type base64 with data, or of type url with url."
+        if kind == "file":
+            why = "this server stores no files; send the image as a source of type base64."
+        raise InvalidRequestError(why, param=f"{where}.source")
 
     def _document(self, where: str) -> TextPart:
         source = self.source if isinstance(self.source, dict) else {}
@@ -344,7 +352,18 @@ class CountRequest(Schema):
         shown = {tool.name for tool in request.known_tools}
         tools = [i for i, t in enumerate(self.tools or ()) if t.is_custom and t.name in shown]
         messages = [index - num_heads for index in range(len(request.messages))]
-        return renumber(renumber(param, "messages", messages), "tools", tools)
+        field = renumber(renumber(param, "messages", messages), "tools", tools)
+        return f"{field}.source" if self._is_image(field) else field
+
+    def _is_image(self, field: str) -> bool:
+        message, *path = map(int, _INDEX.findall(field)) if field.startswith("messages[") else (0,)
+        inner: str | list[Block] | None = self.messages[message].content
+        block: Block | None = None
+        for index in path:
+            if not isinstance(inner, list) or index >= len(inner):
+                return False
+            block, inner = inner[index], inner[index].content
+        return block is not None and block.type == "image"
 
     def _messages(self) -> tuple[Message, ...]:
         head = system_parts(self.system) if self.system else ()

@@ -27,7 +27,13 @@ from semantic.adapters.inbound.http.streaming import (
     named_event,
     reply_or_stream,
 )
-from semantic.adapters.inbound.wire import EXPLAIN, client_params, comparison_of
+from semantic.adapters.inbound.wire import (
+    EXPLAIN,
+    ReadImages,
+    client_params,
+    comparison_of,
+    with_images,
+)
 from semantic.domain.agents import Principal
 from semantic.domain.events import Event, Failed
 from semantic.ports.inbound import InferencePort
@@ -35,7 +41,9 @@ from semantic.ports.inbound import InferencePort
 _ERRORS = refusals("4XX", 503, 504, 529, body=AnthropicErrorBody)
 
 
-def anthropic_router(inference: InferencePort, principal: Callable[[], Principal]) -> APIRouter:
+def anthropic_router(
+    inference: InferencePort, principal: Callable[[], Principal], read_images: ReadImages
+) -> APIRouter:
     """Serve the Messages endpoints; `principal` returns the caller of the current request."""
     router = APIRouter(tags=["anthropic"], responses=_ERRORS)
 
@@ -48,6 +56,7 @@ def anthropic_router(inference: InferencePort, principal: Callable[[], Principal
         """Answer a conversation, whole or as a stream."""
         request = body.to_domain(http.headers)
         with client_params(body.client_param, request):
+            request = await with_images(request, read_images)
             replies = ReplySet([await inference.start(request, principal())])
         stream = MessageStream(
             shows_thinking=body.shows_thinking,
@@ -68,6 +77,7 @@ def anthropic_router(inference: InferencePort, principal: Callable[[], Principal
         """Count the prompt tokens that the same request would have."""
         request = body.to_domain(http.headers)
         with client_params(body.client_param, request):
+            request = await with_images(request, read_images)
             return {"input_tokens": await inference.count_tokens(request, principal())}
 
     @router.get("/api/hello", include_in_schema=False)

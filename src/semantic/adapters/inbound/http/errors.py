@@ -150,11 +150,16 @@ def _row(error: errors.SemanticError) -> _Row:
 
 
 def _openai(message: str, kind: str, code: str, param: str | None) -> ErrorBody:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": _plain(message), "type": kind, "param": param, "code": code}}
 
 
 def _anthropic(kind: str, message: str) -> AnthropicErrorBody:
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": _plain(message)}}
+
+
+def _plain(message: str) -> str:
+    """Escape lone surrogates, which UTF-8 cannot express: a message may quote what was sent."""
+    return message.encode(errors="backslashreplace").decode()
 
 
 def _anthropic_field(param: str) -> str:
@@ -172,7 +177,7 @@ def _anthropic_field(param: str) -> str:
 class _VendorResponse(Response):
     """An error in the format of the client's vendor, which is chosen when it is sent.
 
-    Ollama's clients get the status and the message that OpenAI's get.
+    Ollama's clients get the status and the message that OpenAI's get; its body has no other field.
     """
 
     def __init__(self, openai: JSONResponse, status: int, anthropic: AnthropicErrorBody) -> None:
@@ -189,7 +194,10 @@ class _VendorResponse(Response):
             body = {**self._anthropic, "request_id": request_id}
             response = JSONResponse(body, self._status, headers)
         elif scope["path"].startswith("/api/"):
-            message = json.loads(bytes(response.body))["error"]["message"]
+            error = json.loads(bytes(response.body))["error"]
+            message, param = error["message"], error["param"] or ""
+            if "[" in param and param not in message:  # one of several entries
+                message = f"{param}: {message}"
             response = JSONResponse({"error": message}, response.status_code, headers)
         await response(scope, receive, send)
 

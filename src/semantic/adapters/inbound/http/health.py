@@ -52,6 +52,8 @@ def health_router(models: ModelRegistry, condition: Callable[[], Condition]) -> 
             "state": _state(current, is_draining=now.is_draining),
             "detail": current.detail,
             "compute": asdict(current.compute) if current.compute else None,
+            "draft_model": current.draft_model,
+            "images": current.images.value if current.images else None,
             "pressure": round(now.pressure, 3),
             "problem": "; ".join(now.problems),
             "note": now.note,

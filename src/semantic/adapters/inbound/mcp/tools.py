@@ -233,7 +233,7 @@ class McpTools:
         }
 
     async def _compare(self, principal: Principal, ask: CompareAgentsTool) -> Json:
-        found = await asyncio.to_thread(self._branches.compare, principal, ask.first, ask.second)
+        found = await asyncio.to_thread(self._agents.compare, principal, ask.first, ask.second)
         return {
             "common_turns": found.num_common,
             ask.first: [_turn(turn) for turn in found.first],

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from semantic.adapters.inbound.openai.fields import call_arguments, inner_call_id
-from semantic.adapters.inbound.wire import Limited, Schema, ToolSchema
+from semantic.adapters.inbound.wire import Limited, Schema, SentImage, ToolSchema
 from semantic.domain.chat import (
     ImagePart,
     Message,
@@ -77,8 +77,8 @@ class OllamaTool(Schema):
 
 
 def images_of(images: Sequence[str] | None) -> tuple[ImagePart, ...]:
-    """Translate images, which have no media type."""
-    return tuple(ImagePart("image/*", image) for image in images or ())
+    """Translate images: base64, or data URIs."""
+    return tuple(SentImage.of(image) for image in images or ())
 
 
 def conversation_of(messages: Sequence[OllamaMessage]) -> tuple[Message, ...]:

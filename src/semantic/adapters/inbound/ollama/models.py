@@ -13,8 +13,8 @@ from semantic.application.models.registry import ModelRegistry
 from semantic.application.prompt.fill_in import can_fill_in
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 from semantic.domain.reply_format import detect_reply_format
-from semantic.ports.backend import ModelFacts
-from semantic.ports.inbound import ModelState, ModelStatus
+from semantic.ports.inbound import ImageSupport, ModelState, ModelStatus
+from semantic.ports.models import ModelFacts
 
 _LOADED = (ModelState.READY, ModelState.SWAPPING)
 _FOREVER_S = 100 * 365 * 24 * 3600.0  # Ollama, too, gives a date in a distant future
@@ -31,7 +31,7 @@ class _Details(TypedDict):
     embedding_length: Count
 
 
-_Capability = Literal["completion", "tools", "thinking", "insert"]
+_Capability = Literal["completion", "tools", "thinking", "insert", "vision"]
 
 
 class _Model(TypedDict):
@@ -138,7 +138,7 @@ class OllamaModels:
             "template": facts.template,
             "details": _details(status, facts),
             "model_info": _model_info(status, facts, context),
-            "capabilities": _capabilities(facts),
+            "capabilities": _capabilities(facts, status),
             "modified_at": timestamp(facts.modified_at or status.created_at),
         }
 
@@ -147,7 +147,7 @@ class OllamaModels:
         return {
             **self._named(status, facts),
             "modified_at": timestamp(facts.modified_at or status.created_at),
-            "capabilities": _capabilities(facts),
+            "capabilities": _capabilities(facts, status),
         }
 
     def _named(self, status: ModelStatus, facts: ModelFacts) -> _Model:
@@ -194,7 +194,7 @@ def _model_info(status: ModelStatus, facts: ModelFacts, context: int) -> Json:
     }
 
 
-def _capabilities(facts: ModelFacts) -> list[_Capability]:
+def _capabilities(facts: ModelFacts, status: ModelStatus | None = None) -> list[_Capability]:
     """What requests may ask for; for a model without tools of its own, the prompt explains them."""
     reply_format = detect_reply_format(facts.template, facts.special_tokens)
     found: list[_Capability] = ["completion", "tools"]
@@ -202,6 +202,9 @@ def _capabilities(facts: ModelFacts) -> list[_Capability]:
         found.append("thinking")
     if can_fill_in(facts.special_tokens):
         found.append("insert")
+    images = None if status is None else status.images  # None if the model is not loaded
+    if images is ImageSupport.VISION or (images is None and facts.accepts_images):
+        found.append("vision")
     return found
 
 

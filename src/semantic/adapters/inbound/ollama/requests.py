@@ -23,6 +23,7 @@ from semantic.adapters.inbound.wire import (
     Limited,
     Schema,
     example,
+    image_place,
     refuse,
     sampling_of,
 )
@@ -206,6 +207,8 @@ class _ReplyFields(KeptModelFields):
     def client_param(self, param: str | None) -> str | None:
         if param in _OPTIONS:
             return f"options.{param}"
+        if place := image_place(param):
+            return f"messages[{place[0]}].images[{place[1] - 1}]" if place[1] else param
         return _OWN_NAMES.get(param or "", param)
 
 
@@ -273,8 +276,10 @@ class GenerateRequest(_ReplyFields):
         return self.request(model, hint, (*messages, asked))
 
     def client_param(self, param: str | None) -> str | None:
-        is_prompt = (param or "").startswith("messages")
-        return "prompt" if is_prompt else super().client_param(param)
+        if not (param or "").startswith("messages"):
+            return super().client_param(param)
+        place = image_place(param)
+        return f"images[{place[1] - 1}]" if place and place[1] else "prompt"
 
 
 class EmbedRequest(KeptModelFields):

@@ -50,9 +50,9 @@ from semantic.adapters.inbound.ollama.requests import (
     request_id_of,
 )
 from semantic.adapters.inbound.openai.fields import Hint
-from semantic.adapters.inbound.wire import Count, client_params
+from semantic.adapters.inbound.wire import Count, ReadImages, client_params, with_images
 from semantic.application.agents.turn_log import PastTurns
-from semantic.application.models.registry import ModelRegistry
+from semantic.application.models.registry import FetchModel, ModelRegistry
 from semantic.domain.agents import Principal
 from semantic.domain.chat import ChatRequest
 from semantic.domain.errors import (
@@ -60,7 +60,6 @@ from semantic.domain.errors import (
     ModelNotFoundError,
     SemanticError,
 )
-from semantic.ports.backend import OnProgress
 from semantic.ports.inbound import (
     EmbeddingRequest,
     Embeddings,
@@ -69,6 +68,7 @@ from semantic.ports.inbound import (
     ModelStatus,
     PastTurn,
 )
+from semantic.ports.models import FetchProgress
 
 # The version of Ollama whose API this is. Clients require a minimum, and parse it as numbers.
 _API_LEVEL = "0.32.7"
@@ -101,6 +101,8 @@ class PullStatus(TypedDict):
     """The response of `/api/pull`, and each line of its stream."""
 
     status: str
+    total: NotRequired[Count]
+    completed: NotRequired[Count]
 
 
 class OllamaApi:
@@ -112,8 +114,10 @@ class OllamaApi:
         models: ModelRegistry,
         past: PastTurns,
         principal: Callable[[], Principal],
+        read_images: ReadImages,
     ) -> None:
         """`principal` returns the caller of the current request."""
+        self._read_images = read_images
         self._inference = inference
         self._registry = models
         self._models = OllamaModels(models)
@@ -165,7 +169,7 @@ class OllamaApi:
         """
         try:
             await asyncio.to_thread(self._models.find, body.model)
-            steps = _steps(lambda _: None)  # it is here
+            steps = _steps(lambda *_: None)  # it is here
         except ModelNotFoundError:
             if not self._principal().is_admin:
                 return _needs_admin("downloading a model")
@@ -238,6 +242,7 @@ class OllamaApi:
     ) -> Response:
         if body.think and not await asyncio.to_thread(self._models.can_think, request.model):
             raise InvalidRequestError(f'"{body.model}" does not support thinking', param="think")
+        request = await with_images(request, self._read_images)
         replies = ReplySet([await self._inference.start(request, self._principal())])
         if not body.is_streamed:
             return await answer(http, collect(replies, writer), replies)
@@ -321,19 +326,20 @@ def _needs_admin(action: str) -> Response:
     return error_response(403, message, "admin_key_required")
 
 
-async def _steps(fetch: Callable[[OnProgress], None]) -> AsyncIterator[Json]:
+async def _steps(fetch: FetchModel) -> AsyncIterator[Json]:
     """Yield the steps of a download; raises `SemanticError` if it fails.
 
     A client that disconnects does not stop the download; the end of the server does.
     """
     loop, steps, done = asyncio.get_running_loop(), asyncio.Queue[str | None](), Future[None]()
+    transfer = FetchProgress()
 
     def on_progress(step: str) -> None:
         loop.call_soon_threadsafe(steps.put_nowait, step)
 
     def work() -> None:
         try:
-            fetch(on_progress)
+            fetch(on_progress, transfer)
         except BaseException as error:  # noqa: BLE001 - raised where the steps are read
             done.set_exception(error)
         else:
@@ -344,7 +350,8 @@ async def _steps(fetch: Callable[[OnProgress], None]) -> AsyncIterator[Json]:
     ended.add_done_callback(lambda _: steps.put_nowait(None))
     step: str | None = "pulling manifest"
     while step is not None:
-        yield {"status": step}
+        counted = {"total": transfer.num_total, "completed": transfer.num_done}
+        yield {"status": step, **(counted if transfer.num_total else {})}
         step = await steps.get()
     await ended
     yield {"status": "success"}

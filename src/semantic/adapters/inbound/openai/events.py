@@ -21,8 +21,10 @@ from semantic.adapters.inbound.openai.requests import CompletionRequest
 from semantic.adapters.inbound.wire import (
     CacheExplanation,
     Count,
+    DraftDetails,
     Durable,
     Positive,
+    draft_details,
     durable_json,
     explained,
 )
@@ -68,11 +70,8 @@ class OutputDetails(TypedDict):
     reasoning_tokens: Count
 
 
-class CompletionDetails(OutputDetails):
+class CompletionDetails(OutputDetails, DraftDetails):
     """Details of the reply's tokens, with the draft tokens of speculative decoding."""
-
-    accepted_prediction_tokens: Count
-    rejected_prediction_tokens: Count
 
 
 class ReplyUsage(TypedDict):
@@ -492,7 +491,6 @@ def _usage(finished: Sequence[Finished], num_replies: int) -> ReplyUsage:
         },
         "completion_tokens_details": {
             "reasoning_tokens": sum(usage.thinking_tokens for usage in usages),
-            "accepted_prediction_tokens": sum(u.accepted_prediction_tokens for u in usages),
-            "rejected_prediction_tokens": sum(u.rejected_prediction_tokens for u in usages),
+            **draft_details(usages),
         },
     }

@@ -25,9 +25,11 @@ from semantic.adapters.inbound.wire import (
     NO_LIMIT,
     Limited,
     Schema,
+    SentImage,
     ToolSchema,
     VariantSchema,
     example,
+    image_place,
     limit_parts,
     refuse,
 )
@@ -76,7 +78,7 @@ class _Content(VariantSchema):
 
     def to_domain(self) -> TextPart | ImagePart:
         if self.type == "image_url" and self.image_url is not None:
-            return ImagePart("image/*", self.image_url.url)
+            return SentImage.of(self.image_url.url)
         return TextPart(self.text or self.refusal or "")
 
 
@@ -348,9 +350,19 @@ class ChatCompletionRequest(_RepliesFields):
             return self.form_param(param)
         match = _TOOL_PARAMETERS.fullmatch(param or "")
         if match is None:
-            return param
+            return self._image_field(param) or param
         is_custom = (self.tools or [])[int(match[2])].type == "custom"
         return f"{match[1]}.custom.format" if is_custom else f"{match[1]}.function.parameters"
+
+    def _image_field(self, param: str | None) -> str | None:
+        place = image_place(param)
+        if place is None:
+            return None
+        index, position = place
+        content = self.messages[index].content
+        part = content[position] if isinstance(content, list) and position < len(content) else None
+        is_image = part is not None and part.type == "image_url"
+        return f"messages[{index}].content[{position}].image_url" if is_image else None
 
     def _is_continued(self, messages: Sequence[Message]) -> bool:
         """Whether the reply continues the last message.

@@ -43,7 +43,7 @@ from semantic.adapters.inbound.openai.events import (
 )
 from semantic.adapters.inbound.openai.fields import Hint
 from semantic.adapters.inbound.openai.requests import ChatCompletionRequest, CompletionRequest
-from semantic.adapters.inbound.wire import Schema, client_params, example
+from semantic.adapters.inbound.wire import ReadImages, Schema, client_params, example, with_images
 from semantic.application.models.registry import ModelRegistry
 from semantic.domain.agents import Principal
 from semantic.domain.chat import ChatRequest
@@ -173,6 +173,8 @@ class OpenAIModel(TypedDict):
     family: str
     size_bytes: int
     fits: bool | None
+    draft_model: str
+    images: Literal["vision", "ocr", "none"] | None
 
 
 class ModelList(TypedDict):
@@ -183,11 +185,15 @@ class ModelList(TypedDict):
 
 
 def openai_router(
-    inference: InferencePort, models: ModelRegistry, principal: Callable[[], Principal]
+    inference: InferencePort,
+    models: ModelRegistry,
+    principal: Callable[[], Principal],
+    read_images: ReadImages,
 ) -> APIRouter:
     """Serve the endpoints under `/v1`; `principal` returns the caller of the current request."""
     router = APIRouter(prefix="/v1", tags=["openai"], responses=refusals("4XX", 503, 504))
-    _add_replies(router, inference, principal)
+    _add_chat(router, inference, principal, read_images)
+    _add_completions(router, inference, principal)
     add_embeddings(router, inference, principal)
     _add_models(router, models)
     for path in _NOT_SERVED:
@@ -195,8 +201,11 @@ def openai_router(
     return router
 
 
-def _add_replies(
-    router: APIRouter, inference: InferencePort, principal: Callable[[], Principal]
+def _add_chat(
+    router: APIRouter,
+    inference: InferencePort,
+    principal: Callable[[], Principal],
+    read_images: ReadImages,
 ) -> None:
     @router.post(
         "/chat/completions", response_model=None, responses=reply_or_stream(ChatCompletion)
@@ -204,10 +213,15 @@ def _add_replies(
     async def chat_completions(body: ChatCompletionRequest, http: Request, hint: Hint) -> Response:
         """Answer a conversation, whole or as a stream."""
         with client_params(body.client_param):
-            requests = repeat(body.to_domain(hint), body.num_replies)
+            request = await with_images(body.to_domain(hint), read_images)
+            requests = repeat(request, body.num_replies)
             replies = await start_all(inference, requests, principal())
         return await _reply(http, body, replies, ChatForm(body.num_replies))
 
+
+def _add_completions(
+    router: APIRouter, inference: InferencePort, principal: Callable[[], Principal]
+) -> None:
     @router.post("/completions", response_model=None, responses=reply_or_stream(Completion))
     async def completions(body: CompletionRequest, http: Request, hint: Hint) -> Response:
         """Continue a raw prompt, whole or as a stream."""
@@ -314,4 +328,6 @@ def _model(status: ModelStatus) -> OpenAIModel:
         "family": status.family,
         "size_bytes": status.num_bytes,
         "fits": status.fits,
+        "draft_model": status.draft_model,
+        "images": status.images.value if status.images else None,
     }

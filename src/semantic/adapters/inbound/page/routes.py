@@ -21,10 +21,11 @@ from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 
 from semantic.adapters.inbound.http.errors import error_response
 
-# Scripts, styles and data come from this server alone; no site may frame the page.
+# Scripts, styles and data come from this server alone, pictures also from the page itself; no site
+# may frame the page.
 _POLICY: Final = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS: Final = {
     "content-security-policy": _POLICY,

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from semantic.adapters.inbound.http.streaming import Json
 from semantic.adapters.inbound.responses.events import PREFIX, ResponseUsage, usage_json
-from semantic.adapters.inbound.responses.requests import encode_summary
+from semantic.adapters.inbound.responses.items import encode_summary
 from semantic.adapters.inbound.responses.stored import items_of
 from semantic.application.requests.compaction.summary import Summary, is_summary
 from semantic.domain.chat import Message, Role

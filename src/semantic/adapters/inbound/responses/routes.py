@@ -45,7 +45,7 @@ from semantic.adapters.inbound.responses.stored import (
     response_of,
     settings_of,
 )
-from semantic.adapters.inbound.wire import client_params, refuse
+from semantic.adapters.inbound.wire import ReadImages, client_params, refuse, with_images
 from semantic.application.agents.turn_log import PastTurns
 from semantic.application.models.registry import ModelRegistry
 from semantic.application.requests.compaction.summary import Summariser
@@ -195,12 +195,14 @@ class ResponsesApi:
         turns: PastTurns,
         principal: Callable[[], Principal],
         summariser: Summariser,
+        read_images: ReadImages,
     ) -> None:
         self._inference = inference
         self._models = models
         self._turns = turns
         self._principal = principal
         self._summariser = summariser
+        self._read_images = read_images
         self._recent_by_tenant: defaultdict[str, RecentResponses] = defaultdict(RecentResponses)
 
     def router(self) -> APIRouter:
@@ -222,7 +224,7 @@ class ResponsesApi:
             body = body.model_copy(update={"store": False})
         past = await self._context(body)
         with client_params(body.client_param, past):
-            request = body.to_domain(hint, past)
+            request = await with_images(body.to_domain(hint, past), self._read_images)
             replies = ReplySet([await self._inference.start(request, self._principal())])
         writer = ResponseWriter(
             settings_of(body),
@@ -277,7 +279,7 @@ class ResponsesApi:
         """Count the prompt tokens that the same request would have."""
         past = await self._context(body)
         with client_params(body.client_param, past):
-            request = body.to_domain(hint, past)
+            request = await with_images(body.to_domain(hint, past), self._read_images)
             number = await self._inference.count_tokens(request, self._principal())
         return {"object": "response.input_tokens", "input_tokens": number}
 
@@ -289,7 +291,7 @@ class ResponsesApi:
         """
         past = await self._context(body)
         with client_params(body.client_param, past):
-            request = body.to_domain(hint, past)
+            request = await with_images(body.to_domain(hint, past), self._read_images)
             who, limit = self._principal(), request.stop.max_tokens
             usual = self._summariser.policy
             policy = replace(usual, sampling=request.sampling, max_tokens=limit or usual.max_tokens)

@@ -1,5 +1,6 @@
 """Responses and items that are rebuilt from logged turns, and settings that a response repeats."""
 
+import base64
 import json
 from collections.abc import Sequence
 from typing import cast
@@ -9,13 +10,17 @@ from semantic.adapters.inbound.openai.custom_tools import format_json
 from semantic.adapters.inbound.openai.fields import outer_call_id
 from semantic.adapters.inbound.responses.events import ResponseWriter
 from semantic.adapters.inbound.responses.requests import ResponsesRequest, ResponsesTool
+from semantic.adapters.inbound.wire import STORED_IMAGE
 from semantic.application.agents.turn_log import PastTurns
 from semantic.domain.agents import Principal
 from semantic.domain.chat import (
+    ImagePart,
     Message,
+    Part,
     Role,
     TextPart,
     ThinkingPart,
+    ToolReferencePart,
     ToolResultPart,
     ToolUsePart,
 )
@@ -124,9 +129,8 @@ def items_of(request_id: str, messages: Sequence[Message]) -> list[Json]:
         if message.role is Role.ASSISTANT:
             items += _output_of(name, message)
             continue
-        texts = [part for part in message.parts if isinstance(part, TextPart)]
-        if texts:
-            content = [{"type": "input_text", "text": part.text} for part in texts]
+        content = _content(message.parts)
+        if content:
             head: Json = {"id": f"msg_{name}", "type": "message", "role": message.role.value}
             items.append(head | {"status": "completed", "content": content})
         for part in message.parts:
@@ -144,8 +148,25 @@ def _output_of(name: str, message: Message) -> list[Json]:
     return cast("list[Json]", writer.response["output"])
 
 
+def _content(parts: Sequence[Part | ToolReferencePart]) -> list[Json]:
+    """Translate texts and images; other parts are left out."""
+    content: list[Json] = []
+    for part in parts:
+        if isinstance(part, TextPart):
+            content.append({"type": "input_text", "text": part.text})
+        elif isinstance(part, ImagePart):
+            url = f"{STORED_IMAGE}{part.digest}"
+            if part.data:
+                encoded = base64.b64encode(part.data).decode()
+                url = f"data:{part.media_type};base64,{encoded}"
+            content.append({"type": "input_image", "image_url": url, "detail": "auto"})
+    return content
+
+
 def _result(kind: str, name: str, part: ToolResultPart) -> Json:
-    output = "".join(piece.text for piece in part.content if isinstance(piece, TextPart))
+    output: str | list[Json] = _content(part.content)
+    if not any(isinstance(piece, ImagePart) for piece in part.content):
+        output = "".join(piece.text for piece in part.content if isinstance(piece, TextPart))
     prefix = "fco" if kind == "function_call_output" else "ctco"
     return {
         "id": f"{prefix}_{name}",

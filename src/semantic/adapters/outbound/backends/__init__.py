@@ -2,11 +2,13 @@
 
 The engine opens a sequence, loads its saved KV cache, launches steps and takes snapshots.
 `common.py` tracks, for all backends, which sequences are open and where each can be continued and
-truncated; `sampler.py` samples a token from a row of logits on the host; `pinned.py` provides host
-memory that a CUDA device reads and writes directly. The backends:
+truncated; `images.py` keeps features of images and derives positions from them; `sampler.py`
+samples a token from a row of logits on the host; `pinned.py` provides host memory that a CUDA
+device reads and writes directly. The backends:
 
 - `fake.py`: no weights; its KV cache is the tokens themselves. For tests and client developers.
-- `torch/`: Hugging Face models on a CPU or CUDA; computes each step before the next is planned.
+  `fake_vision.py` is how it sees images.
+- `torch/`: Hugging Face models on a CPU; computes each step before the next is planned.
 - `mlx/`: mlx-lm models on Apple Silicon, CUDA or a CPU; launches the next step before the tokens of
   the last one are known.
 """

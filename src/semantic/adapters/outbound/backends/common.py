@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
+from semantic.domain.images.spans import ImageSpan, cut_before_image
 from semantic.domain.sampling import TokenLogprob
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
     LAST_SAMPLED,
     Chunk,
+    DeviceMemory,
+    DraftHead,
     Draw,
     KVPayload,
     RowFailed,
@@ -56,7 +59,10 @@ class SequenceBackend(ABC, Generic[SequenceT]):
     """The part of `ModelBackendPort` that does not depend on how a backend stores KV cache."""
 
     def __init__(
-        self, spec: ModelCacheSpec, traits: Traits, new_sequence: Callable[[list[int]], SequenceT]
+        self,
+        spec: ModelCacheSpec,
+        traits: Traits,
+        new_sequence: Callable[[list[int]], SequenceT],
     ) -> None:
         self._spec = spec
         self._window = spec.window
@@ -64,6 +70,7 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         self._traits = traits
         self._new_sequence = new_sequence
         self._sequences: dict[SequenceId, SequenceT] = {}
+        self._images: dict[SequenceId, tuple[ImageSpan, ...]] = {}  # of sequences with images
 
     @property
     def spec(self) -> ModelCacheSpec:
@@ -73,18 +80,28 @@ class SequenceBackend(ABC, Generic[SequenceT]):
     def traits(self) -> Traits:
         return self._traits
 
-    def open_sequence(self, seq: SequenceId, tokens: Sequence[int]) -> None:
-        _check_ids(tokens, self._spec.vocab_size)
+    @property
+    def head(self) -> DraftHead | None:
+        return None
+
+    def open_sequence(
+        self, seq: SequenceId, tokens: Sequence[int], images: Sequence[ImageSpan] = ()
+    ) -> None:
+        self._check_ids(tokens, images)
         self._add(seq, self._new_sequence(list(tokens)))
+        self._keep_images(seq, images)
 
     def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
-        source = self._sequences[src]
+        source, images = self._sequences[src], self.images_of(src)
         if not 0 <= num_tokens <= source.length or not self._can_cut(source, num_tokens):
+            return False
+        if cut_before_image(num_tokens, images) != num_tokens:
             return False
         target = self._new_sequence(source.known[:num_tokens])
         if num_tokens:
             self._copy(source, target, num_tokens)
         self._add(dst, target)
+        self._keep_images(dst, [span for span in images if span.end <= num_tokens])
         return True
 
     def truncate(self, seq: SequenceId, num_tokens: int) -> int:
@@ -92,7 +109,10 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         sequence = self._sequences[seq]
         if num_tokens < 0:
             raise ValueError(f"cannot truncate a sequence to {num_tokens} tokens")
+        images = self.images_of(seq)
+        num_tokens = cut_before_image(num_tokens, images)
         if num_tokens < sequence.length:
+            self._keep_images(seq, [span for span in images if span.end <= num_tokens])
             self._cut(sequence, num_tokens if self._can_cut(sequence, num_tokens) else 0)
             # The tokens up to the cut stay known: KV cache may be loaded for them again.
             del sequence.known[num_tokens:]
@@ -100,11 +120,49 @@ class SequenceBackend(ABC, Generic[SequenceT]):
 
     def close_sequence(self, seq: SequenceId) -> None:
         self._sequences.pop(seq, None)
+        self._images.pop(seq, None)
 
     def flush(self) -> None:
         """Do nothing: this backend defers no work."""
 
     # -- for backends ---------------------------------------------------------------------------
+
+    def images_of(self, seq: SequenceId) -> tuple[ImageSpan, ...]:
+        """Return a sequence's images in ascending order, as far as it knows them."""
+        return self._images.get(seq, ())
+
+    def _keep_images(self, seq: SequenceId, images: Sequence[ImageSpan]) -> None:
+        self._images.pop(seq, None)
+        if images:
+            self._images[seq] = tuple(images)
+
+    def _learn_images(self, chunk: Chunk) -> None:
+        """Keep the images of a chunk in place of those that its sequence expected there."""
+        end = chunk.start + chunk.num_tokens
+        others = [s for s in self.images_of(chunk.seq) if s.end <= chunk.start or s.start >= end]
+        found = sorted((*others, *chunk.images), key=lambda span: span.start)
+        self._keep_images(chunk.seq, found)
+
+    def _check_ids(
+        self, tokens: Sequence[int], images: Sequence[ImageSpan] = (), start: int = 0
+    ) -> None:
+        """Check the token ids of positions from `start` on, in and between their images.
+
+        Raises:
+            InvalidRequestError: an id is outside the vocabulary and not that of an image, or the
+                model does not accept images.
+        """
+        if images and not self._traits.accepts_images:
+            raise InvalidRequestError("this model does not accept images.", param="messages")
+        done, end = start, start + len(tokens)
+        for span in images:
+            first, last = max(span.start, start), min(span.end, end)
+            expected = span.tokens[first - span.start : last - span.start]
+            if tuple(tokens[first - start : last - start]) != expected:
+                raise InvalidRequestError("the token ids are not those of the image.")
+            _check_range(tokens[done - start : first - start], self._spec.vocab_size)
+            done = last
+        _check_range(tokens[done - start :], self._spec.vocab_size)
 
     @abstractmethod
     def _copy(self, source: SequenceT, target: SequenceT, num_tokens: int) -> None:
@@ -175,7 +233,7 @@ class SequenceBackend(ABC, Generic[SequenceT]):
 
         Raises:
             InvalidRequestError: there are no tokens, too many targets, or ids outside the
-                vocabulary.
+                vocabulary, or the chunk splits an image that must be whole.
         """
         if chunk.tokens is LAST_SAMPLED:
             if not has_sampled:
@@ -183,13 +241,17 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         elif not chunk.tokens:
             raise InvalidRequestError("the chunk has no tokens")
         else:
-            _check_ids(chunk.tokens, self._spec.vocab_size)
+            self._check_ids(chunk.tokens, chunk.images, chunk.start)
+        if self._traits.needs_whole_images:
+            _require_whole_images(chunk)
         if chunk.draft:
             _check_draft(chunk, self._traits.max_draft)
-            _check_ids(chunk.draft, self._spec.vocab_size)
+            self._check_ids(chunk.draft)
         if len(chunk.targets) > chunk.num_tokens or (chunk.targets and chunk.draft):
             raise InvalidRequestError(f"cannot score {len(chunk.targets)} tokens in this chunk")
-        _check_ids(chunk.targets, self._spec.vocab_size)
+        self._check_ids(chunk.targets)
+        if chunk.images:
+            self._learn_images(chunk)
 
     def _add(self, seq: SequenceId, sequence: SequenceT) -> None:
         if seq in self._sequences:
@@ -236,6 +298,9 @@ class EagerBackend(DoneTickets, SequenceBackend[SequenceT]):
         if chunk.tokens is LAST_SAMPLED:
             return () if last_sampled is None else (last_sampled,)
         return chunk.tokens
+
+    def device_memory(self) -> DeviceMemory | None:
+        return None
 
 
 # -- steps and payloads ----------------------------------------------------------------------------
@@ -309,7 +374,13 @@ def _check_run(parts: Sequence[KVPayload], start: int, end: int) -> None:
         raise CacheCorruptionError(f"payloads end at {position}; expected {end}")
 
 
-def _check_ids(tokens: Sequence[int], vocab_size: int) -> None:
+def _require_whole_images(chunk: Chunk) -> None:
+    end = chunk.start + chunk.num_tokens
+    if any(span.start < chunk.start or span.end > end for span in chunk.images):
+        raise InvalidRequestError("the chunk splits an image, which this model needs whole")
+
+
+def _check_range(tokens: Sequence[int], vocab_size: int) -> None:
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         raise InvalidRequestError(f"token ids must be in [0, {vocab_size})", param="tokens")
 

@@ -7,13 +7,15 @@ lower-case gibberish.
 """
 
 import hashlib
+import re
 import string
 import struct
+import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
-from typing import Literal
+from typing import ClassVar, Final, Literal
 
 import numpy as np
 
@@ -24,22 +26,20 @@ from semantic.adapters.outbound.backends.common import (
     make_rows,
     verify,
 )
+from semantic.adapters.outbound.backends.fake_vision import VisionKind, embedded
 from semantic.adapters.outbound.backends.sampler import Logits, sample, score
 from semantic.domain.chat import JsonObject
 from semantic.domain.errors import CacheCorruptionError, InvalidRequestError, ModelNotFoundError
+from semantic.domain.images.spans import ImageSpan
 from semantic.domain.model_names import KnownModel, Suggestion, suggest
 from semantic.domain.sampling import TokenLogprob
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.ports.backend import (
     Chunk,
     Computed,
-    DeviceMemory,
     Draw,
     HostBuffer,
     KVPayload,
-    ModelEntry,
-    ModelFacts,
-    OnProgress,
     Row,
     Sampled,
     SequenceId,
@@ -48,18 +48,26 @@ from semantic.ports.backend import (
     Ticket,
     Traits,
 )
+from semantic.ports.models import FetchProgress, ModelEntry, ModelFacts, OnProgress
 from semantic.ports.text import SpecialToken
 
 END_TOKEN = 256
 START_TOKEN = 257
 VOCAB_SIZE = 258
+IMAGE_TOKEN = 258  # of models that accept images
 _PRIME = 2**61 - 1
 _HIDDEN_SIZE = 16
 _MAX_DRAFT = 16
+_DOWNLOAD_STEPS, _DOWNLOAD_STEP_S = 250, 0.02
+_REST: Final = (1, 8192, "MIT", True)  # KV bytes, context, licence, tools
 
 
 def fake_spec(
-    *, block_tokens: int = 16, window: int = 0, has_state: bool = False
+    *,
+    block_tokens: int = 16,
+    window: int = 0,
+    has_state: bool = False,
+    vocab_size: int = VOCAB_SIZE,
 ) -> ModelCacheSpec:
     """Return the geometry of a fake model: full attention, optionally window and state layers."""
     layers = [LayerSpec(LayerKind.FULL, num_kv_heads=1, key_dim=1, value_dim=1)]
@@ -70,7 +78,7 @@ def fake_spec(
     if has_state:
         layers.append(LayerSpec(LayerKind.STATE, state_elements=4))
     return ModelCacheSpec(
-        "fake", tuple(layers), VOCAB_SIZE, max_context=131_072, block_tokens=block_tokens
+        "fake", tuple(layers), vocab_size, max_context=131_072, block_tokens=block_tokens
     )
 
 
@@ -112,9 +120,12 @@ class _Sequence:
     def has_state(self) -> bool:
         return self.state is not None
 
-    def append(self, tokens: Sequence[int], window_size: int) -> None:
+    def append(
+        self, tokens: Sequence[int], window_size: int, images: Sequence[ImageSpan] = ()
+    ) -> None:
         start = self.length
         self.known[start : start + len(tokens)] = tokens
+        tokens = embedded(tokens, start, images)
         entry, state = self.full[-1] if self.full else 1, self.state or 0
         entries: list[int] = []
         for token in tokens:
@@ -154,14 +165,23 @@ class FakeBackend(EagerBackend[_Sequence]):
         *,
         pipeline_depth: Literal[0, 1] = 0,
         weights: int = 0,
+        vision: VisionKind | None = None,
+        kv_room: int | None = None,
     ) -> None:
-        """Different `weights` generate different text."""
+        """Different `weights` generate different text; `vision` None accepts no images."""
         spec = spec or fake_spec()
         self._weights = weights
         abi = f"fake.v2.{spec.window}.{int(spec.num_state > 0)}"
         # State is not stored per token: a model with state cannot be truncated after a wrong draft.
         max_draft = 0 if spec.num_state else _MAX_DRAFT
-        traits = Traits(pipeline_depth, abi, max_draft=max_draft)
+        traits = Traits(
+            pipeline_depth,
+            abi,
+            max_draft=max_draft,
+            accepts_images=vision is not None,
+            needs_whole_images=vision is VisionKind.BIDIRECTIONAL,
+            kv_room=kv_room,
+        )
         super().__init__(spec, traits, _Sequence)
 
     @property
@@ -205,11 +225,9 @@ class FakeBackend(EagerBackend[_Sequence]):
     def memory(self) -> int:
         return self.bytes_for([s.length for s in self._sequences.values()])
 
-    def device_memory(self) -> DeviceMemory | None:
-        return None
-
     def shutdown(self) -> None:
         self._sequences.clear()
+        self._images.clear()
 
     # -- one row --------------------------------------------------------------------------------
 
@@ -218,7 +236,7 @@ class FakeBackend(EagerBackend[_Sequence]):
         sequence = self._sequence_of(chunk).copy()
         tokens = self._tokens_of(chunk, sequence.last_sampled)
         scores = self._scores(sequence, chunk, tokens)
-        sequence.append(tokens[len(scores) :], self._window)
+        sequence.append(tokens[len(scores) :], self._window, self.images_of(chunk.seq))
         row: Row = Computed(chunk.seq, scores)
         if chunk.draw is not None:
             row = replace(self._verified(sequence, chunk), scores=scores)
@@ -236,7 +254,8 @@ class FakeBackend(EagerBackend[_Sequence]):
 
     def _verified(self, sequence: _Sequence, chunk: Chunk) -> Sampled:
         def draw_at(index: int, draw: Draw) -> tuple[int, TokenLogprob | None]:
-            sequence.append(chunk.draft[max(index - 1, 0) : index], self._window)
+            draft = chunk.draft[max(index - 1, 0) : index]
+            sequence.append(draft, self._window, self.images_of(chunk.seq))
             return sample(self._logits(sequence), draw, sequence.known, sequence.length)
 
         drawn = verify(chunk, draw_at)
@@ -249,10 +268,12 @@ class FakeBackend(EagerBackend[_Sequence]):
             key = _mix(key, entry)
         if self._has_state:
             key = _mix(key, sequence.state or 0)
-        logits = np.random.Generator(np.random.Philox(key=key)).random(VOCAB_SIZE, np.float32)
+        logits = np.random.Generator(np.random.Philox(key=key)).random(
+            self._spec.vocab_size, np.float32
+        )
         logits *= 4
         logits[_LETTERS] += 4
-        logits[START_TOKEN] = -10
+        logits[START_TOKEN:] = -10
         return logits
 
     # -- lengths --------------------------------------------------------------------------------
@@ -292,33 +313,68 @@ def _state_of(part: KVPayload) -> int:
     return int(state)
 
 
+def _entry(name: str) -> ModelEntry:
+    return ModelEntry(name, name, "fake", fits=True)
+
+
 class FakeModels:
-    """`ModelSourcePort` of models without files: two of them, so that tests can swap models."""
+    """`ModelSourcePort` of models without files: two of them, so that tests can swap models.
+
+    A third one can be downloaded, in about five seconds, and deleted. A fourth one accepts images;
+    it is found by its name only.
+    """
 
     NAMES = ("fake", "fake-2")
+    VISION = "fake-vision"
+    REMOTE: ClassVar = ModelEntry("small-4bit", "org/small-4bit", "fake", 10**9, fits=True)
+
+    _num_arrived = 0  # bytes of it
 
     def entries(self) -> list[ModelEntry]:
-        return [ModelEntry(name, name, "fake", fits=True) for name in self.NAMES]
+        here = [*map(_entry, self.NAMES)]
+        return [*here, self.REMOTE] if self._num_arrived == self.REMOTE.num_bytes else here
 
     def find_model(self, source: str) -> ModelEntry:
-        for entry in self.entries():
-            if entry.id == source:
+        for entry in (*self.entries(), self.REMOTE, _entry(self.VISION)):
+            if source in (entry.id, entry.source):
                 return entry
         raise ModelNotFoundError(
-            f"there is no model {source!r}; the fake backend has {' and '.join(self.NAMES)}."
+            f"there is no model {source!r}; the fake backend has {', '.join(self.NAMES)} and "
+            f"{self.VISION}."
         )
 
-    def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:  # noqa: ARG002
-        return self.find_model(entry.source)
+    def fetch(
+        self, entry: ModelEntry, on_progress: OnProgress, transfer: FetchProgress | None = None
+    ) -> ModelEntry:
+        found = self.find_model(entry.source)
+        if found == self.REMOTE:
+            self._download(on_progress, transfer or FetchProgress())
+        return found
+
+    def _download(self, on_progress: OnProgress, transfer: FetchProgress) -> None:
+        source, transfer.num_total = self.REMOTE.source, self.REMOTE.num_bytes
+        while self._num_arrived < transfer.num_total:
+            if transfer.is_stopped:
+                raise ModelNotFoundError(f"the download of {source} was stopped.")
+            on_progress(f"downloading {source}")
+            time.sleep(_DOWNLOAD_STEP_S)
+            self._num_arrived += transfer.num_total // _DOWNLOAD_STEPS
+            transfer.num_done = self._num_arrived
+
+    def draft_for(self, entry: ModelEntry) -> ModelEntry | None:  # noqa: ARG002
+        return None  # equally large models do not pay
 
     def suggestions(self) -> Sequence[Suggestion]:
-        small = KnownModel(
-            "small", "org/small", "org/small-4bit", 1, 1, 10**9, 1, 8192, "MIT", True
-        )
-        large = replace(small, name="large", parameters=9, active=9, num_bytes=9 * 10**9)
-        return suggest([small, large], memory_bytes=2**32, bandwidth=4e10)
+        models = [
+            KnownModel(name, f"org/{name}", f"org/{name}-4bit", size, size, size * 10**9, *_REST)
+            for name, size in (("small", 1), ("large", 9))
+        ]
+        return suggest(models, memory_bytes=2**32, bandwidth=4e10)
 
     def remove(self, entry: ModelEntry) -> int:
+        if entry == self.REMOTE:
+            self._num_arrived = 0
+            return entry.num_bytes
         raise InvalidRequestError(f"{entry.id} has no files to delete.", param="model")
 
     def facts(self, entry: ModelEntry) -> ModelFacts:
@@ -341,18 +397,18 @@ class FakeTokenizer:
 
     vocab_size = VOCAB_SIZE
     eos_ids = frozenset({END_TOKEN})
-    special_tokens = (SpecialToken(START_TOKEN, "<|start|>"), SpecialToken(END_TOKEN, "<|end|>"))
+    special_tokens: tuple[SpecialToken, ...] = (
+        SpecialToken(START_TOKEN, "<|start|>"),
+        SpecialToken(END_TOKEN, "<|end|>"),
+    )
     special_ids: Mapping[str, int] = {token.text: token.id for token in special_tokens}
     chat_template: str | None = None
 
     def encode(self, text: str) -> list[int]:
         """Tokenise; special tokens are recognised by their text in the chat template."""
         ids: list[int] = []
-        for i, piece in enumerate(text.split("<|start|>")):
-            ids += [START_TOKEN] if i else []
-            for j, run in enumerate(piece.split("<|end|>")):
-                ids += [END_TOKEN] if j else []
-                ids += run.encode()
+        for piece in re.split(r"(<\|\w+\|>)", text):
+            ids += [self.special_ids[piece]] if piece in self.special_ids else piece.encode()
         return ids
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -376,3 +432,11 @@ class FakeTokenizer:
         """Write each message as role, newline, content between the special tokens."""
         messages_text = [f"<|start|>{m['role']}\n{m['content']}<|end|>" for m in messages]
         return "".join(messages_text) + ("<|start|>assistant\n" if add_generation_prompt else "")
+
+
+class FakeVisionTokenizer(FakeTokenizer):
+    """Has one more special token, which stands for an image."""
+
+    vocab_size = VOCAB_SIZE + 1
+    special_tokens = (*FakeTokenizer.special_tokens, SpecialToken(IMAGE_TOKEN, "<|image|>"))
+    special_ids: Mapping[str, int] = {token.text: token.id for token in special_tokens}

@@ -38,7 +38,7 @@ def sample(
     if draw.params.is_greedy:
         token = int(adjusted.argmax())
     else:
-        token = _pick(adjusted, draw.params, position)
+        token = _pick(adjusted, draw.params, draw.num_before + position)
     num_top = draw.params.top_logprobs
     return token, None if num_top is None else _logprob(logits, token, num_top)
 
@@ -96,6 +96,7 @@ def _penalise(
 ) -> None:
     if params.repetition_penalty != 1:
         seen = np.unique(np.asarray(history, np.int64))
+        seen = seen[seen < len(logits)]  # without the key ids of images
         values = logits[seen]
         penalty = np.float32(params.repetition_penalty)
         logits[seen] = np.where(values > 0, values / penalty, values * penalty)

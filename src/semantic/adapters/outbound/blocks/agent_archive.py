@@ -1,6 +1,7 @@
 """An agent as one file: a tar archive of JSON and block files, with checksums and a signature.
 
-    agent.json  turns/000001.json …  blocks/<name>.<kind>.safetensors …  manifest.json
+    agent.json  turns/000001.json …  images/<sha256> …  blocks/<name>.<kind>.safetensors …
+    manifest.json
 
 `docs/agents.md` describes the format. Checksums reveal damage. Only the signature proves that a
 server with a known key wrote the file: a block's name follows from its tokens, but does not prove
@@ -29,14 +30,19 @@ from semantic.adapters.outbound.ledger import codec as ledger_json
 from semantic.domain.agents import LOCAL_TENANT, Pointer, Turn
 from semantic.domain.blocks import BlockName, pack_tokens, unpack_tokens
 from semantic.domain.errors import CachePersistenceError
-from semantic.ports.storage import ExportHead, ExportItem, ExportPart
+from semantic.ports.storage import ExportHead, ExportImage, ExportItem, ExportPart
 
 FORMAT: Final = "semantic-agent/2"
 OWN_SIGNER: Final = "this server"
 LAYOUT: Final = ArchiveLayout(
     FORMAT,
     "agent",
-    {"agent": r"agent\.json", "turn": r"turns/[0-9]{6,9}\.json", "block": archive.BLOCK_NAMES},
+    {
+        "agent": r"agent\.json",
+        "turn": r"turns/[0-9]{6,9}\.json",
+        "image": r"images/[0-9a-f]{64}",
+        "block": archive.BLOCK_NAMES,
+    },
     former=b"semantic-agent/1\n",
 )
 _damaged: Final = LAYOUT.damaged
@@ -65,6 +71,8 @@ class AgentFile:
                 case Turn():
                     num_turns += 1
                     yield _turn_name(num_turns), [_turn_bytes(item)]
+                case ExportImage():
+                    yield f"images/{item.digest}", [item.data]
                 case ExportPart():
                     pieces = archive.block_pieces(item, self._codec, fingerprint)
                     yield archive.block_name(item.part), pieces
@@ -79,6 +87,8 @@ class AgentFile:
         for member in read_members(pieces):
             if member.kind == "block" and has_parts:
                 yield archive.read_part(member, self._codec, LAYOUT)
+            elif member.kind == "image":
+                yield _read_image(member)
             elif member.kind == "agent":
                 yield archive.parsed(member, LAYOUT, lambda m: _read_head(json_members.parse(m)))
             elif member.kind == "turn":
@@ -119,6 +129,13 @@ def signed_text(digests: Mapping[str, str]) -> bytes:
 
 def _turn_name(number: int) -> str:
     return f"turns/{number:06}.json"
+
+
+def _read_image(member: Member) -> ExportImage:
+    digest, data = member.name.removeprefix("images/"), member.content()
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise _damaged(f"{member.name} does not match its name")
+    return ExportImage(digest, data)
 
 
 # -- JSON members -----------------------------------------------------------------------------

@@ -26,8 +26,9 @@ from semantic.ports.storage import ExportPart
 
 _BLOCK: Final = tarfile.BLOCKSIZE
 END: Final = bytes(2 * _BLOCK)
-_MAX_JSON: Final = 2**25  # bytes of one member
+_MAX_JSON: Final = 2**25  # bytes of one member, also of one image
 _MAX_ALL_JSON: Final = 2**27
+_BINARY: Final = ("block", "image")  # kinds of members that are not JSON
 _MAX_FILE: Final = 2**30
 _MAX_MEMBERS: Final = 2**16
 _MAX_VALUES: Final = 2**21  # in all JSON members: a value takes up to 100 bytes of memory
@@ -119,7 +120,7 @@ def read_members(pieces: Iterable[bytes], layout: ArchiveLayout) -> Iterator[Mem
             before and order.index(kind) < order.index(before)
         ):
             raise damaged(f"{name} is out of order")
-        num_json += num_bytes if kind != "block" else 0
+        num_json += num_bytes if kind not in _BINARY else 0
         if num_json > _MAX_ALL_JSON:
             raise damaged(f"its JSON members exceed {_MAX_ALL_JSON >> 20} MB")
         content = source.stream(num_bytes)

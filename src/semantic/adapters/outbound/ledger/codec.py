@@ -55,7 +55,7 @@ from semantic.domain.chat import (
     json_fault,
 )
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.events import CacheMiss, MissReason, Usage
+from semantic.domain.events import CacheMiss, MissReason, ReplyTiming, Usage
 from semantic.domain.sampling import FinishReason
 
 _TAGS: dict[type, str] = {
@@ -70,7 +70,7 @@ _TAGS: dict[type, str] = {
 _AGENT_KEY = ("id", "tenant")
 _MAX_DETAIL_CHARS = 10_000
 # Left out of a turn's row if they are empty, as in most turns.
-_OPTIONAL = ("tools", "is_thinking", "miss", "repairs")
+_OPTIONAL = ("tools", "is_thinking", "miss", "repairs", "timing")
 
 _T = TypeVar("_T")
 
@@ -94,6 +94,7 @@ class TurnBody:
     num_head: int = 0
     num_summarised: int = 0
     repairs: tuple[str, ...] = ()
+    timing: ReplyTiming | None = None
 
     @classmethod
     def of(cls, turn: Turn) -> Self:
@@ -142,7 +143,8 @@ def _one_of(schemas: dict[type, Any]) -> Any:
     return Annotated[functools.reduce(operator.or_, tagged), tag_of]
 
 
-_SHOWN = {kind: _schema(kind) for kind in (TextPart, ImagePart)}
+_digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_SHOWN = {TextPart: _schema(TextPart), ImagePart: _schema(ImagePart, digest=_digest)}
 _results = _one_of(_SHOWN | {ToolReferencePart: _schema(ToolReferencePart)})
 _part = _one_of(
     _SHOWN
@@ -158,18 +160,20 @@ _miss = _schema(
     detail=Annotated[str, Field(max_length=_MAX_DETAIL_CHARS)],
     names=_tuple_of(str, max_length=MAX_TOOLS),
 )
+_seconds = Annotated[float, Field(ge=0)]
 _message = _schema(Message, role=Annotated[Role, _LISTED], parts=_tuple_of(_part))
 _TURN = TypeAdapter[TurnBody](
     _schema(
         TurnBody,
         messages=_tuple_of(_message),
-        usage=_schema(Usage),
+        usage=_schema(Usage, accepted_by_source=dict[str, Count]),
         reuse=_schema(Reuse),
         divergence=_schema(Divergence) | None,
         reason=Annotated[FinishReason, _LISTED] | None,
         tools=_tuple_of(Annotated[tuple[str, str], _LISTED]),
         miss=_miss | None,
         repairs=_tuple_of(str),
+        timing=_schema(ReplyTiming, first_token_s=_seconds, decode_s=_seconds) | None,
     )
 )
 _label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
@@ -275,6 +279,8 @@ def _fields(value: Any) -> Any:
         stored = {k: v for k, v in stored.items() if k not in _OPTIONAL or v not in (None, ())}
     if isinstance(value, ToolUsePart):
         stored = {k: v for k, v in stored.items() if v or k not in ("is_cut", "is_custom")}
+    if isinstance(value, ImagePart):
+        del stored["data"]  # the media store has it
     tag = _TAGS.get(type(value))
     return {"type": tag} | stored if tag else stored
 

@@ -31,8 +31,8 @@ from semantic.adapters.outbound.ledger.files import (
 )
 from semantic.adapters.outbound.ledger.schema import (
     AGENTS,
-    CHECKED_TABLES,
     OLDEST_FIRST,
+    RESCUED_TABLES,
     TURNS,
     DamagedLedgerError,
     DamagedRowError,
@@ -119,7 +119,7 @@ class Rescue:
             unsound = {path for path, source in opened.items() if source is None}
             lost: list[Row] = []
             target.execute("BEGIN")
-            for table in CHECKED_TABLES:
+            for table in RESCUED_TABLES:
                 for path, source in opened.items():
                     if source is None:
                         continue

@@ -46,9 +46,20 @@ CREATE TABLE parts (
 CREATE TABLE facts (name TEXT NOT NULL, value INTEGER NOT NULL, PRIMARY KEY (name));
 INSERT INTO facts VALUES ('is_index_lost', 1), ('num_synced', 0);
 """
+_IMAGES = """
+CREATE TABLE images (
+    tenant TEXT NOT NULL, digest TEXT NOT NULL, data BLOB NOT NULL, at REAL NOT NULL,
+    crc INTEGER NOT NULL, PRIMARY KEY (tenant, digest)
+);
+CREATE TABLE image_links (
+    tenant TEXT NOT NULL, turn TEXT NOT NULL, digest TEXT NOT NULL,
+    PRIMARY KEY (tenant, turn, digest)
+);
+CREATE INDEX image_links_by_digest ON image_links (tenant, digest);
+"""
 # Script number n, counted from one, brings a ledger to version n. A new script is needed whenever
 # an older server could not read what a newer one writes, even if only a body's JSON changes.
-MIGRATIONS: tuple[str, ...] = (_FIRST,)
+MIGRATIONS: tuple[str, ...] = (_FIRST, _IMAGES)
 
 
 def latest_version() -> int:
@@ -68,7 +79,7 @@ class DamagedLedgerError(Exception):
 class Table:
     """A table and the SQL that reads and writes its rows.
 
-    The rows of all tables except `PARTS` end with a checksum.
+    The rows of all tables except `PARTS` and `IMAGE_LINKS` end with a checksum.
 
     Attributes:
         columns: Names of all columns, in order; the first `num_keys` form the primary key.
@@ -93,6 +104,17 @@ class Table:
         changed = ", ".join(f"{name} = EXCLUDED.{name}" for name in self.columns[self.num_keys :])
         key = ", ".join(self.columns[: self.num_keys])
         return f"{self._insert} ON CONFLICT ({key}) DO UPDATE SET {changed}"
+
+    @property
+    def renew(self) -> str:
+        """SQL that inserts a row, or sets the mutable columns of the row with the same key."""
+        changed = ", ".join(f"{name} = EXCLUDED.{name}" for name in self._mutable_names)
+        key = ", ".join(self.columns[: self.num_keys])
+        return f"{self._insert} ON CONFLICT ({key}) DO UPDATE SET {changed}"
+
+    @property
+    def _mutable_names(self) -> list[str]:
+        return [self.columns[index] for index in self.mutable]
 
     @property
     def fill(self) -> str:
@@ -155,12 +177,17 @@ TURNS = Table(
     mutable=range(6, 10),
 )
 REPLAYS = Table("replays", ("tenant", "key", "tokens", "at", "crc"), 2, (2,))
+IMAGES = Table("images", ("tenant", "digest", "data", "at", "crc"), 2, (2,), mutable=range(3, 4))
+# Which turns refer to which images: their messages may be encrypted.
+IMAGE_LINKS = Table("image_links", ("tenant", "turn", "digest"), 3, ())
 # No checksums: the index can be rebuilt from the block files.
 PARTS = Table(
     "parts", ("name", "kind", "root", "parent", "start", "tokens", "nbytes", "last_used"), 2, (5,)
 )
 # Turns come before agents: an agent is sound only if its turns exist.
 CHECKED_TABLES = (TENANTS, TURNS, AGENTS, REPLAYS)
+# Images are too large to check all of them at each start; a damaged one is found when it is read.
+RESCUED_TABLES = (*CHECKED_TABLES, IMAGES, IMAGE_LINKS)
 OLDEST_FIRST = "ORDER BY rowid"
 
 

@@ -6,12 +6,14 @@ the rows differ; `shared_change` returns the statements that are the same for bo
 
 import sqlite3
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import ClassVar, LiteralString, TypeAlias, TypeVar, assert_never
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, LiteralString, TypeAlias, TypeVar, assert_never
 
 from semantic.adapters.outbound.ledger.encryption import WrongKeyError, from_stored, to_stored
 from semantic.adapters.outbound.ledger.schema import (
     AGENTS,
+    IMAGE_LINKS,
+    IMAGES,
     OLDEST_FIRST,
     PARTS,
     REPLAYS,
@@ -30,6 +32,7 @@ from semantic.adapters.outbound.ledger.schema import (
 )
 from semantic.domain.agents import Agent, Pointer, Turn
 from semantic.domain.blocks import pack_tokens, unpack_tokens
+from semantic.domain.chat import images_in
 from semantic.domain.errors import ConflictError
 from semantic.ports.storage import (
     AdvanceHead,
@@ -40,6 +43,7 @@ from semantic.ports.storage import (
     MarkDurable,
     MarkIndexWhole,
     PutAgent,
+    PutImage,
     PutPart,
     PutReplay,
     PutTenant,
@@ -51,6 +55,8 @@ from semantic.ports.storage import (
 )
 
 _T = TypeVar("_T")
+_PLACES = "SELECT id, num_tokens, root, block, pointer_tokens FROM turns WHERE tenant = ? AND id IN"
+_MAX_IDS = 500  # in one query; SQLite accepts at least 999 values
 _ROW_BYTES = 256  # approximate size of a row's ids, times, checksum and index entries
 _IndexChange: TypeAlias = PutPart | DropPart | TouchParts | MarkIndexWhole
 _LoggedChange: TypeAlias = PutTenant | PutAgent | AdvanceHead | DropAgent | PutTurn
@@ -93,6 +99,18 @@ _FORGET_TURNS = " ".join(
         "SELECT id, tenant FROM reached)",
     )
 )
+_FORGET_LINKS = (
+    "DELETE FROM image_links WHERE NOT EXISTS (SELECT 1 FROM turns"
+    " WHERE turns.id = image_links.turn AND turns.tenant = image_links.tenant)"
+)
+_IS_UNLINKED = (
+    "NOT EXISTS (SELECT 1 FROM image_links AS links"
+    " WHERE links.tenant = images.tenant AND links.digest = images.digest)"
+)
+_FORGET_IMAGES = f"DELETE FROM images WHERE at < ? AND {_IS_UNLINKED}"  # noqa: S608 - a constant
+_FORGET_IMAGE = f"DELETE FROM images WHERE tenant = ? AND digest = ? AND {_IS_UNLINKED}"  # noqa: S608
+# Runs a statement with a question mark for each value.
+Execute: TypeAlias = Callable[[str, Row], Any]
 
 
 # -- queries ------------------------------------------------------------------------------------
@@ -132,7 +150,11 @@ class LedgerReadings(ABC):
 
     def stored_bytes(self, tenant: str) -> int:
         num_bytes = self._NUM_BYTES.format
-        sizes = {AGENTS: num_bytes("body"), TURNS: f"{num_bytes('body')} + {num_bytes('tokens')}"}
+        sizes = {
+            AGENTS: num_bytes("body"),
+            TURNS: f"{num_bytes('body')} + {num_bytes('tokens')}",
+            IMAGES: num_bytes("data"),
+        }
         total = 0
         for table, size in sizes.items():
             row = f"sum({size} + {_ROW_BYTES})"
@@ -140,14 +162,19 @@ class LedgerReadings(ABC):
             total += sum(self._read(query, (tenant,), lambda row: int(row[0] or 0)))
         return total
 
-    def size_of(self, *changes: PutAgent | PutTurn) -> int:
+    def size_of(self, *changes: PutAgent | PutTurn | PutImage) -> int:
         total = 0
         for change in changes:
-            if isinstance(change, PutAgent):
-                total += len(agent_row(change.agent)[-1].encode()) + _ROW_BYTES
-            else:
-                *_, tokens, body = turn_row(change.tenant, change.turn)
-                total += len(tokens) + len(body.encode()) + _ROW_BYTES
+            match change:
+                case PutAgent(agent):
+                    total += len(agent_row(agent)[-1].encode()) + _ROW_BYTES
+                case PutImage():
+                    total += len(change.data) + _ROW_BYTES
+                case PutTurn(tenant, turn):
+                    *_, tokens, body = turn_row(tenant, turn)
+                    total += len(tokens) + len(body.encode()) + _ROW_BYTES
+                    files = {image.digest: image.data for image in images_in(turn.messages)}
+                    total += sum(len(data) + _ROW_BYTES for data in files.values() if data)
         return total
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
@@ -159,6 +186,15 @@ class LedgerReadings(ABC):
             "SELECT num_tokens, root, block, pointer_tokens FROM turns WHERE id = ? AND tenant = ?"
         )
         return _first(self._read(query, (turn_id, tenant), _read_place))
+
+    def places(self, tenant: str, turn_ids: Sequence[str]) -> dict[str, TurnPlace]:
+        found: dict[str, TurnPlace] = {}
+        for first in range(0, len(turn_ids), _MAX_IDS):
+            some = turn_ids[first : first + _MAX_IDS]
+            query = " ".join((_PLACES, "(", ", ".join("?" * len(some)), ")"))
+            values = (tenant, *some)
+            found.update(self._read(query, values, lambda row: (row[0], _read_place(row[1:]))))
+        return found
 
     def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
         if limit <= 0:
@@ -180,6 +216,10 @@ class LedgerReadings(ABC):
     def replay(self, tenant: str, key: bytes) -> tuple[int, ...] | None:
         query = REPLAYS.select("WHERE tenant = ? AND key = ?")
         return _first(self._read(query, (tenant, key), lambda row: unpack_tokens(row[2]), REPLAYS))
+
+    def image(self, tenant: str, digest: str) -> bytes | None:
+        query = IMAGES.select("WHERE tenant = ? AND digest = ?")
+        return _first(self._read(query, (tenant, digest), lambda row: bytes(row[2]), IMAGES))
 
 
 def _first(found: list[_T]) -> _T | None:
@@ -228,7 +268,7 @@ def read_state(connection: sqlite3.Connection, problem: str) -> LedgerState:
 
 
 def shared_change(
-    change: PutTenant | DropAgent | PutTurn | MarkDurable | Repoint | PutReplay,
+    change: PutTenant | DropAgent | PutTurn | MarkDurable | Repoint | PutReplay | PutImage,
 ) -> tuple[str, Row, Table | None]:
     """Return SQL that works in both databases, its values, and their table if they form a row."""
     match change:
@@ -238,6 +278,8 @@ def shared_change(
             return TURNS.put, turn_row(tenant_id, turn), TURNS
         case PutReplay(tenant_id, key, tokens, at):
             return REPLAYS.put, (tenant_id, key, pack_tokens(tokens), float(at)), REPLAYS
+        case PutImage(tenant_id, digest, data, at):
+            return IMAGES.renew, (tenant_id, digest, data, float(at)), IMAGES
         case DropAgent(tenant_id, agent_id):
             return "DELETE FROM agents WHERE tenant = ? AND id = ?", (tenant_id, agent_id), None
         case MarkDurable(turn_id):
@@ -267,6 +309,28 @@ def make_change(connection: sqlite3.Connection, change: LedgerChange) -> None:
         case _:
             statement, row, table = shared_change(change)
             connection.execute(statement, to_stored(connection, table, row) if table else row)
+            if isinstance(change, PutTurn):
+                link_images(connection.execute, change)
+
+
+def link_images(execute: Execute, change: PutTurn) -> None:
+    """Record which images a turn refers to; deletes those that only its former version did."""
+    tenant, turn_id = change.tenant, change.turn.id
+    query = "SELECT digest FROM image_links WHERE tenant = ? AND turn = ?"
+    before = {digest for (digest,) in execute(query, (tenant, turn_id))}
+    now = {image.digest for image in images_in(change.turn.messages)}
+    for digest in sorted(now - before):
+        execute(IMAGE_LINKS.fill, (tenant, turn_id, digest))
+    for digest in sorted(before - now):
+        link = (tenant, turn_id, digest)
+        execute("DELETE FROM image_links WHERE tenant = ? AND turn = ? AND digest = ?", link)
+        execute(_FORGET_IMAGE, (tenant, digest))
+
+
+def forget_images(execute: Execute, before: float) -> int:
+    """Delete the images stored before a time that no turn refers to; returns their number."""
+    execute(_FORGET_LINKS, ())
+    return int(execute(_FORGET_IMAGES, (before,)).rowcount)
 
 
 def is_of_index(change: LedgerChange) -> bool:
@@ -280,10 +344,14 @@ def is_logged(change: LedgerChange) -> bool:
 
 
 def forget_unreachable(connection: sqlite3.Connection, before: float, replays_before: float) -> int:
-    """Remove and count old replays, and old turns that no agent and no new turn descends from."""
+    """Remove and count old replays, and old turns that no agent and no new turn descends from.
+
+    Also removes the images that no turn refers to.
+    """
     turns = connection.execute(_FORGET_TURNS, (before,))
     replays = connection.execute("DELETE FROM replays WHERE at < ?", (replays_before,))
-    return turns.rowcount + replays.rowcount
+    num_images = forget_images(connection.execute, before)
+    return turns.rowcount + replays.rowcount + num_images
 
 
 def _change_index(connection: sqlite3.Connection, change: _IndexChange) -> None:

@@ -5,7 +5,8 @@
    tell about it. `known.py` reads the table of published
    models, and `machine.py` measures which of them suit this machine.
 2. `source.py` finds a model by path, name or Hugging Face id; `hub.py` downloads it. `gguf/`
-   converts a GGUF file into a model directory once.
+   converts a GGUF file into a model directory once, and `starter_vision/` adds a vision tower to
+   the starter model.
 3. `fingerprint.py` identifies the model by its files, so that stored KV cache is never used with
    another; `compute_choices.py` stores the dtype that was chosen for it on this machine;
    `generation_config.py` reads its recommended sampling parameters.

@@ -13,11 +13,12 @@ from semantic.adapters.outbound.models.description import directory_facts, file_
 from semantic.adapters.outbound.models.gguf.header import gguf_parts
 from semantic.adapters.outbound.models.machine import suggestions
 from semantic.adapters.outbound.models.source import LocalModelSource, starter_gguf_here
+from semantic.adapters.outbound.models.tokenizer import have_same_tokens
 from semantic.adapters.outbound.models.usage import ModelUsage
 from semantic.domain.errors import ConflictError, InvalidRequestError, ModelNotFoundError
-from semantic.domain.model_names import Suggestion, served_id
+from semantic.domain.model_names import MIN_DRAFT_GAIN, Suggestion, draft_gain, served_id
 from semantic.domain.spec import ModelCacheSpec
-from semantic.ports.backend import ModelEntry, ModelFacts, OnProgress
+from semantic.ports.models import FetchProgress, ModelEntry, ModelFacts, OnProgress
 
 _FRESH_S = 2.0  # how long a listing of the directories is cached
 
@@ -71,8 +72,10 @@ class ModelCatalogue:
         self._local.require_findable(source)
         return ModelEntry(served_id(source), source)
 
-    def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:
-        directory = self._local.resolve(entry.source, on_progress)
+    def fetch(
+        self, entry: ModelEntry, on_progress: OnProgress, transfer: FetchProgress | None = None
+    ) -> ModelEntry:
+        directory = self._local.resolve(entry.source, on_progress, transfer)
         found = self._entry(entry.source, directory)
         if found is None:
             raise InvalidRequestError(
@@ -84,11 +87,30 @@ class ModelCatalogue:
         self._seen_at = -_FRESH_S
         return replace(found, id=entry.id)
 
+    def draft_for(self, entry: ModelEntry) -> ModelEntry | None:
+        paths = {source: path for source, path in self._places() if path.is_dir()}
+        served = next((one for one in self.entries() if one.source == entry.source), None)
+        if served is None or served.source not in paths:
+            return None
+        gains = {
+            other.source: draft_gain(other.num_bytes, served.num_bytes)
+            for other in self.entries()
+            if other.source in paths
+            and (other.num_bytes + served.num_bytes) * self._growth() <= self._room()
+        }
+        for source in sorted(gains, key=lambda source: -gains[source]):
+            if gains[source] < MIN_DRAFT_GAIN:
+                break
+            if have_same_tokens(paths[source], paths[served.source]):
+                return next(one for one in self.entries() if one.source == source)
+        return None
+
     def suggestions(self) -> Sequence[Suggestion]:
         return suggestions(is_on_gpu=self._is_on_gpu)
 
     def remove(self, entry: ModelEntry) -> int:
-        found = next((path for source, path in self._places() if source == entry.source), None)
+        places = (path for source, path in self._places() if source == entry.source)
+        found = next(filter(Path.exists, places), None)
         if found is None:
             raise ModelNotFoundError(f"the model {entry.id!r} is not on this machine.")
         owned = self._owned(found)

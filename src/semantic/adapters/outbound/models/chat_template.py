@@ -133,10 +133,13 @@ class ChatTemplate:
 
 
 def template_source(directory: Path, config: JsonObject) -> str | None:
-    """Find a model's template: in its own file, or in the tokenizer's config."""
+    """Find a model's template: in its own file, the processor's, or the tokenizer's config."""
     beside = directory / "chat_template.jinja"
     if beside.is_file():
         return beside.read_text("utf-8")
+    of_processor = directory / "chat_template.json"  # of older models that take images
+    if of_processor.is_file():
+        config = json.loads(of_processor.read_text("utf-8"))
     source = config.get("chat_template")
     if isinstance(source, list):
         by_name = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}

@@ -10,7 +10,8 @@ from typing import Any
 
 from semantic.adapters.outbound.models.chat_template import template_source
 from semantic.adapters.outbound.models.gguf.importing import has_mark
-from semantic.ports.backend import ModelFacts
+from semantic.adapters.outbound.vision.families import takes_images
+from semantic.ports.models import ModelFacts
 
 _MAX_HEADER = 100_000_000  # bytes, same as in the safetensors library
 
@@ -45,6 +46,7 @@ def directory_facts(directory: Path) -> ModelFacts:
         special_tokens=_special_tokens(vocabulary, vocabulary.stat().st_mtime_ns),
         modified_at=max((stamp[2] for stamp in stamps), default=0) / 1e9,
         digest=_digest([json.dumps(config), *(f"{p.name} {size} {at}" for p, size, at in stamps)]),
+        accepts_images=takes_images(config),
     )
 
 

@@ -1,5 +1,6 @@
 """Downloads models from Hugging Face: checks the disk first, resumes, and verifies every file."""
 
+import contextlib
 import fnmatch
 import hashlib
 import json
@@ -18,6 +19,7 @@ from huggingface_hub.hf_api import ModelInfo, RepoSibling
 from tqdm.auto import tqdm
 
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
+from semantic.ports.models import FetchProgress, OnProgress
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 # Its base class belongs to the HTTP library that the hub's package uses, which has changed.
@@ -51,12 +53,12 @@ def _is_whole(directory: Path) -> bool:
 
 
 def download_model(
-    model: str, cache: Path, endpoint: str | None, on_progress: Callable[[str], None]
+    model: str, cache: Path, endpoint: str | None, on_progress: OnProgress, transfer: FetchProgress
 ) -> Path:
     """Download a model, or the rest of it if an earlier download was interrupted.
 
     Raises:
-        ModelNotFoundError: the hub does not have it, or does not answer.
+        ModelNotFoundError: the hub does not have it or does not answer, or `transfer` was stopped.
         InvalidRequestError: the disk has too little room, or a file arrived damaged.
     """
     on_progress(f"looking for {model} on Hugging Face")
@@ -73,10 +75,14 @@ def download_model(
                 allow_patterns=list(_FILES),
                 endpoint=endpoint,
                 tqdm_class=_progress_bar(
-                    lambda share: on_progress(f"downloading {model}: {share}")
+                    transfer, lambda share: on_progress(f"downloading {model}: {share}")
                 ),
             )
         )
+    except _StoppedError as error:
+        raise ModelNotFoundError(
+            f"the download of {model} was stopped; the files that arrived are kept."
+        ) from error
     except RepositoryNotFoundError as error:
         raise ModelNotFoundError(
             f"Hugging Face has no model {model!r}. Check its name; a private or gated one needs a "
@@ -116,9 +122,7 @@ def _require_room(model: str, cache: Path, needed: int) -> None:
         )
 
 
-def _verify(
-    model: str, directory: Path, info: ModelInfo, on_progress: Callable[[str], None]
-) -> None:
+def _verify(model: str, directory: Path, info: ModelInfo, on_progress: OnProgress) -> None:
     """Compare files with the checksums that the hub states, and delete those that differ."""
     for one in _wanted(info):
         if one.lfs is None:
@@ -144,8 +148,24 @@ def _note_revision(cache: Path, model: str, sha: str) -> None:
     reference.write_text(sha, "ascii")
 
 
-def _progress_bar(report: Callable[[str], None]) -> "type[tqdm[Any]]":
-    """A progress bar that draws nothing and reports the bytes received."""
+class _StoppedError(Exception):
+    pass
+
+
+def _abort_xet() -> None:
+    """End downloads over Xet, which ignore errors of their progress bars."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from huggingface_hub.utils import _xet  # noqa: PLC0415 - since 2.0
+
+        abort: Callable[[], None] = _xet.abort_xet_session
+        abort()
+
+
+def _progress_bar(transfer: FetchProgress, report: Callable[[str], None]) -> "type[tqdm[Any]]":
+    """A progress bar that draws nothing, counts the bytes received, and stops the download.
+
+    The hub's package shows several of them for the same bytes: received, and written to a file.
+    """
 
     class ProgressBar(tqdm):  # type: ignore[type-arg]  # it is generic to type checkers alone
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -157,8 +177,13 @@ def _progress_bar(report: Callable[[str], None]) -> "type[tqdm[Any]]":
 
         def update(self, n: float | None = 1) -> bool | None:
             self._num_done += n or 0
-            total = self.total or 0
+            if transfer.is_stopped:
+                _abort_xet()
+                raise _StoppedError
+            total = int(self.total or 0)
             if self._is_bytes and total:
+                transfer.num_total = max(transfer.num_total, total)
+                transfer.num_done = max(transfer.num_done, int(self._num_done))
                 share = f"{100 * self._num_done / total:.0f} % of {total / 2**20:,.0f} MB"
                 if share != self._reported:
                     self._reported = share

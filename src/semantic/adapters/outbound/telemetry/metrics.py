@@ -20,7 +20,6 @@ from prometheus_client.registry import Collector
 from semantic.adapters.outbound.telemetry.tracing import RequestTracer
 from semantic.application.agents.cache_admin import CacheService, Sharing
 from semantic.application.agents.running_turns import TurnWatch
-from semantic.domain.agents import Tier
 from semantic.domain.errors import ModelSwapError
 from semantic.ports.inbound import ModelState
 from semantic.ports.telemetry import Counts, Measure, Readings, RequestEnd, RequestTrace
@@ -262,6 +261,16 @@ class ServerCollector(Collector):
             ),
             needed / memory.total if memory.total else 0.0,
         )
+        if (device := use.device) is not None:
+            shares = {
+                "weights": device.weights,
+                "sequences": device.sequences,
+                "cached": device.cached,
+                "scratch": device.scratch,
+            }
+            text = "Device memory: weights, open sequences, the library's cached buffers, the rest."
+            yield _each(_gauge("device_memory_used_bytes", text, "kind"), shares)
+            yield _one(_gauge("device_memory_bytes", "Memory of the device."), device.total)
         yield _one(_gauge("pool_blocks", "Block parts in memory."), memory.num_blocks)
         yield _one(_gauge("disk_used_bytes", "Bytes in the cache directory."), use.disk)
         yield _one(
@@ -278,7 +287,7 @@ class ServerCollector(Collector):
         try:
             sharing = self._cache.sharing()
         except ModelSwapError:
-            sharing = Sharing(0, 0, dict.fromkeys(Tier, 0))
+            sharing = Sharing()
         tiers = {tier.value: count for tier, count in sharing.tiers.items()}
         yield _each(_gauge("agents", "Agents by the tier of their KV cache.", "tier"), tiers)
         ratio = sharing.logical_bytes / sharing.unique_bytes if sharing.unique_bytes else 1.0

@@ -19,6 +19,7 @@ from semantic.application.engine.request import AheadJob, as_backend_error
 from semantic.application.engine.steps import ChunkBudget
 from semantic.application.settings import EngineLimits
 from semantic.domain.blocks import common_prefix
+from semantic.domain.images.spans import cut_before_image, spans_within, whole_chunk_end
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import Chunk, ModelBackendPort, RowFailed, SequenceId, Step
 from semantic.ports.telemetry import EngineCounts
@@ -94,10 +95,13 @@ class AheadQueue:
 
     def _begin(self, job: AheadJob, limits: EngineLimits) -> _Progress | None:
         copies = [c for c in self._memory.idle if c.agent == job.agent and c.root == job.root]
-        shared = [(common_prefix(copy.tokens, job.tokens), copy) for copy in copies]
+        shared = [
+            (cut_before_image(common_prefix(copy.tokens, job.tokens), job.images), copy)
+            for copy in copies
+        ]
         num_shared, copy = max(shared, key=lambda pair: pair[0], default=(0, None))
         end = min(len(job.tokens), num_shared + limits.ahead_tokens)
-        end = min(end, self._memory.longest_that_fits())
+        end = cut_before_image(min(end, self._memory.longest_that_fits()), job.images)
         if copy is None or end <= num_shared or not num_shared:
             return None
         if num_shared == len(copy.tokens) and (self._can_cut_anywhere or copy.num_ahead):
@@ -110,10 +114,13 @@ class AheadQueue:
         """Compute a chunk; returns False if nothing is left or memory is short."""
         copy, start = progress.copy, progress.num_done
         left = progress.end - start
-        end = start + self._budget.chunk(start, self._budget.tokens_ahead(limits), left)
+        end = start + self._budget.chunk(start, self._budget.tokens_ahead(limits, start), left)
+        if self._backend.traits.needs_whole_images:
+            end = whole_chunk_end(start, end, job.images)
         if not self._memory.extend_idle(copy, end, limits.max_idle):
             return False
-        chunk = Chunk(copy.seq, start, job.tokens[start:end])
+        images = spans_within(job.images, start, end)
+        chunk = Chunk(copy.seq, start, job.tokens[start:end], images=images)
         (row,) = self._backend.collect(self._backend.launch(Step((chunk,)))).rows
         if isinstance(row, RowFailed):
             self._memory.resize(copy.seq, start)

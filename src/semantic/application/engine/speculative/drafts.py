@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from semantic.domain.blocks import BlockName, common_prefix
+from semantic.domain.images.spans import is_image_id
 
 MEMORY_BYTES: Final = 16 * 2**20
 MAX_MATCH: Final = 32  # longer matches do not predict better
@@ -26,6 +27,7 @@ _MAX_DRAFT = 48
 _SLOTS = 1 << 16
 _PLACE_BITS = 24  # low bits of a place: the position; the high bits number the conversation
 _NOWHERE = -1
+_NO_TOKEN = -1  # in place of the key ids of images, which are no source of draft tokens
 _MAX_SHARED = 16  # latest conversations that a new one is compared with
 _ID_BYTES, _LINK_BYTES = 4, 8
 
@@ -82,7 +84,7 @@ class TenantMemory:
     def begin(self, agent: str, prompt: Sequence[int]) -> TokenHistory:
         """Add a conversation with the prefix of its prompt that a recent conversation shares."""
         best, made = 0, TokenHistory(next(self._numbers), agent)
-        whole = array("i", prompt)
+        whole = _ids(prompt)
         for known in itertools.islice(reversed(self._conversations.values()), _MAX_SHARED):
             best = max(best, common_prefix(known.tokens, whole))
         made.tokens, made.first = whole[:best], best
@@ -92,13 +94,13 @@ class TenantMemory:
 
     def extend(self, conversation: TokenHistory, tokens: Sequence[int]) -> None:
         ids, start = conversation.tokens, len(conversation.tokens)
-        ids.extend(tokens)
+        ids.extend(_ids(tokens))
         if conversation.number in self._conversations:  # else `forget_oldest` dropped it
             self.nbytes += len(tokens) * (_ID_BYTES + len(_GRAMS) * _LINK_BYTES)
         base = conversation.number << _PLACE_BITS
         for size, heads, links in zip(_GRAMS, self._heads, conversation.links, strict=True):
             for place in range(start, len(ids)):
-                if place < size:
+                if place < size or _NO_TOKEN in ids[place - size : place + 1]:
                     links.append(_NOWHERE)
                     continue
                 slot = hash(tuple(ids[place - size : place])) % _SLOTS
@@ -125,7 +127,7 @@ class TenantMemory:
 
     def _find(self, tokens: Sequence[int], order: int, own: TokenHistory) -> DraftMatch | None:
         size = _GRAMS[order]
-        recent = array("i", tokens[-MAX_MATCH:])
+        recent = _ids(tokens[-MAX_MATCH:])
         place = self._heads[order][hash(tuple(recent[-size:])) % _SLOTS]
         best: list[tuple[TokenHistory, int]] = []
         longest = 0
@@ -141,6 +143,13 @@ class TenantMemory:
                 best.append((known, position))
             place = known.links[order][position - known.first]
         return _voted(best, longest, own) if best else None
+
+
+def _ids(tokens: Sequence[int]) -> "array[int]":
+    try:
+        return array("i", tokens)
+    except OverflowError:
+        return array("i", [_NO_TOKEN if is_image_id(token) else token for token in tokens])
 
 
 def _shared(ids: "array[int]", place: int, recent: "array[int]", size: int) -> int:
@@ -165,7 +174,9 @@ def _voted(
     agreeing = [(known, place) for known, place in places if known.tokens[place] == token]
     known, place = min(agreeing, key=lambda at: (at[0] is not own, at[0].agent != own.agent))
     draft = known.tokens[place : place + _MAX_DRAFT].tolist()
-    if known is own and len(draft) < _MAX_DRAFT:
+    if _NO_TOKEN in draft:
+        draft = draft[: draft.index(_NO_TOKEN)]
+    elif known is own and len(draft) < _MAX_DRAFT:
         # The sequence repeats itself and the copy reaches its end: continue the cycle.
         draft = list(itertools.islice(itertools.cycle(draft), _MAX_DRAFT))
     return DraftMatch(draft, length, len(votes) == 1)

@@ -1,49 +1,41 @@
 """Speculative decoding: which rows of the next step carry draft tokens, and how many.
 
-There is no draft model: a draft is what followed the same tokens earlier (`drafts.py`).
+Draft tokens come from memory (`memory_source.py`), and from a draft model (`model_source.py`) or
+the model's own head (`head_source.py`) if there is one. Memory is free, so its draft is taken where
+it is at least as likely to be correct; the other, which takes time on the device, is asked for the
+other rows.
 
 A draft token costs the step the time of one more token, and saves a step if the model accepts it.
-The planner learns acceptance rates from all drafts, sent to the device or not: it compares each
-token of a reply with the token predicted for it. It learns the cost of steps from the durations of
-steps with and without drafts. It sends drafts if the next step would yield more tokens per second
-with them. It sends none otherwise, for example on a device that takes eight times as long for eight
-tokens, or with many rows.
+The sources learn how often they are right, and the planner learns the cost of steps from the
+durations of steps with and without drafts. It sends drafts if the next step would yield more tokens
+per second with them, and asks a source that takes time only if it would also with that time. It
+sends none otherwise, for example on a device that takes eight times as long for eight tokens, or
+with many rows. A source that does not pay is asked for two tokens now and then, in half a percent
+of the time, to notice when it would.
 
 A row can carry draft tokens only once the host knows its last token. So the engine collects a step
 with drafts before it launches the next one; the measured cost of such steps includes this wait.
 """
 
 import contextlib
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
 from semantic.application.engine.generation import Generation
 from semantic.application.engine.request import NO_DRAFT, Draft
-from semantic.application.engine.speculative.drafts import (
-    MAX_MATCH,
-    DraftMemory,
-    TenantMemory,
-    TokenHistory,
-)
+from semantic.application.engine.speculative.memory_source import MemoryDrafts
+from semantic.application.engine.speculative.source import TimedSource
 from semantic.application.engine.steps import SIZES, StepCosts, interpolated
+from semantic.domain.events import DraftOrigin
 from semantic.ports.backend import Traits
 from semantic.ports.text import TokenConstraint
 
 _MIN_GAIN = 1.08  # a step carries drafts only if they raise tokens per second by this factor
-_PIECE = 512  # tokens of a text to index per step
-_MAX_UNREAD = 32  # texts waiting to be indexed; when full, the oldest is dropped
-_WORTHLESS = 0.2
 _MAX_ROWS = 16  # rows of a step with drafts; more rows already keep the device busy
-_PATIENCE, _MAX_PAUSE = 4, 7
-# Assumed acceptance rate before any measurement, by the length of the match.
-_PRIOR = {0: 0.3, 4: 0.4, 5: 0.5, 6: 0.6, 8: 0.7, 12: 0.8, 16: 0.85, 24: 0.9, MAX_MATCH: 0.95}
-_BOUNDS = tuple(_PRIOR)
-_PRIOR_WEIGHT, _OWN_WEIGHT = 8.0, 6.0
-_MAX_COUNT, _MAX_OWN_COUNT = 400.0, 32.0
+_TRIAL_SHARE = 0.005  # of the time of steps, to try a source that does not pay
+_TRIAL_TOKENS = 2
 
 
 class DraftPlanner(Protocol):
@@ -65,102 +57,13 @@ class DraftPlanner(Protocol):
         """Release what is held for a request that ended."""
 
 
-class HitRates:
-    """Acceptance rates of draft tokens, by match length and whether all matches agreed."""
+@dataclass(slots=True)
+class _Offer:
+    """Draft tokens of one row, and the chances that the first, the first two, ... are correct."""
 
-    def __init__(self) -> None:
-        self._counts = {
-            (bound, is_unanimous): [_PRIOR_WEIGHT * rate, _PRIOR_WEIGHT]
-            for bound, rate in _PRIOR.items()
-            for is_unanimous in (False, True)
-        }
-
-    def rate(self, length: int, *, is_unanimous: bool) -> float:
-        hits, tries = self._counts[_bound(length), is_unanimous]
-        return hits / tries
-
-    def note(self, length: int, *, is_unanimous: bool, is_hit: bool) -> None:
-        _count(self._counts[_bound(length), is_unanimous], is_hit, _MAX_COUNT)
-
-
-def _bound(length: int) -> int:
-    return _BOUNDS[bisect_left(_BOUNDS, length + 1) - 1]
-
-
-def _count(counts: list[float], is_hit: bool, limit: float) -> None:
-    if counts[1] >= limit:
-        counts[:] = counts[0] / 2, counts[1] / 2
-    counts[0] += is_hit
-    counts[1] += 1
-
-
-@dataclass(slots=True, eq=False)
-class _ReplyDrafts:
-    """The drafting state of one reply.
-
-    Attributes:
-        num_seen: Tokens of prompt and reply that were compared with the draft.
-        draft: Draft tokens that may follow those; empty if a lookup found none.
-        length: Tokens before the draft that match the place it was found at.
-        counts: This reply's correct draft tokens, and all its draft tokens.
-        is_stale: Whether there are new tokens to look up a draft for.
-        num_misses: Wrong draft tokens and failed lookups since the last correct draft token.
-        pause: Calls of `catch_up` with new tokens to skip before the next lookup.
-    """
-
-    memory: TenantMemory
-    conversation: TokenHistory
-    num_seen: int
-    draft: list[int]
-    length: int = 0
-    is_unanimous: bool = True
-    counts: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    is_stale: bool = True
-    num_misses: int = 0
-    pause: int = 0
-
-    def catch_up(self, tokens: Sequence[int], rates: HitRates) -> None:
-        """Compare new tokens with the draft; if none is left, index them and look up another."""
-        for token in tokens[self.num_seen :]:
-            if self.draft:
-                is_hit = token == self.draft[0]
-                self.num_misses = 0 if is_hit else self.num_misses + 1
-                rates.note(self.length, is_unanimous=self.is_unanimous, is_hit=is_hit)
-                _count(self.counts, is_hit, _MAX_OWN_COUNT)
-                self.draft = self.draft[1:] if is_hit else []
-                self.length += 1
-            self.is_stale = True
-        self.num_seen = len(tokens)
-        if not self.draft and self.is_stale:
-            self.pause -= 1
-            if self.pause < 0:
-                self._remember(tokens)
-                self._look_up(tokens)
-        self.is_stale = False
-
-    def _look_up(self, tokens: Sequence[int]) -> None:
-        match = self.memory.find_draft(tokens, self.conversation)
-        if match is not None:
-            self.draft, self.length = match.tokens, match.length
-            self.is_unanimous = match.is_unanimous
-        else:
-            self.num_misses += 1
-        # After repeated misses, look up less often.
-        self.pause = min(self.num_misses // _PATIENCE, _MAX_PAUSE)
-
-    def _remember(self, tokens: Sequence[int]) -> None:
-        start = len(self.conversation.tokens)
-        self.memory.extend(self.conversation, tokens[start : start + _PIECE])
-
-    def chances(self, rates: HitRates, limit: int) -> Iterator[float]:
-        """Yield the probability that the first draft token, the first two, ... are all correct."""
-        chance, (hits, tries) = 1.0, self.counts
-        for place in range(min(limit, len(self.draft))):
-            rate = rates.rate(self.length + place, is_unanimous=self.is_unanimous)
-            chance *= (_OWN_WEIGHT * rate + hits) / (_OWN_WEIGHT + tries)
-            if chance < _WORTHLESS:
-                return
-            yield chance
+    tokens: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    origin: DraftOrigin = DraftOrigin.MEMORY
 
 
 class AdaptiveDraftPlanner:
@@ -170,93 +73,69 @@ class AdaptiveDraftPlanner:
         max_draft: The most draft tokens of a row; 0 disables drafting.
     """
 
-    def __init__(self, traits: Traits, ends: frozenset[int]) -> None:
-        """Create a planner without measurements; a draft stops at the first token in `ends`."""
+    def __init__(
+        self, traits: Traits, ends: frozenset[int], timed: TimedSource | None = None
+    ) -> None:
+        """Create a planner without measurements; a draft stops at the first token in `ends`.
+
+        `timed` is asked where memory is not sure.
+        """
         self.max_draft, self._draft_end = traits.max_draft, traits.draft_end
-        self.memory = DraftMemory()
+        self.memory = MemoryDrafts()
+        self._timed = timed
         self._ends = ends
         self._costs = StepCosts()
-        self._rates = HitRates()
-        self._reply_drafts: dict[int, _ReplyDrafts] = {}
-        self._unread: deque[tuple[TenantMemory, TokenHistory, Sequence[int]]]
-        self._unread = deque(maxlen=_MAX_UNREAD)
-
-    @property
-    def num_unread(self) -> int:
-        return len(self._unread)
+        self._asked_s = 0.0  # of the step that was planned last
+        self._trial_s = 0.0  # time that may be spent on trials
 
     def plan(self, rows: Sequence[Generation], *, has_prompts: bool) -> dict[int, Draft]:
+        self._asked_s = 0.0
         if not self.max_draft:
             return {}
-        self._remember_more()
+        self.memory.remember_more()
         if len(rows) > _MAX_ROWS or not any(row.drafting.room > 0 for row in rows):
             return {}
+        rooms = [self._room(row) for row in rows]
+        offers = [self._remembered(row, room) for row, room in zip(rows, rooms, strict=True)]
+        self._ask(rows, rooms, offers)
         # Advancing a grammar costs host time: do it only if perfect drafts would pay off.
         is_hopeful = any(row.constraint is not None for row in rows) and any(
             self._chosen([[1.0] * self.max_draft, *([] for _ in rows[1:])], has_prompts=has_prompts)
         )
-        offers = [self._offer(row, is_hopeful=is_hopeful) for row in rows]
-        if not any(chances for _, chances in offers):
+        found = [
+            self._allowed(row, offer, room if is_hopeful or row.constraint is None else 0)
+            for row, offer, room in zip(rows, offers, rooms, strict=True)
+        ]
+        if not any(chances for _, chances in found):
             return {}
-        wanted = self._chosen([chances for _, chances in offers], has_prompts=has_prompts)
+        wanted = self._chosen([chances for _, chances in found], has_prompts=has_prompts)
         drafts: dict[int, Draft] = {}
-        for row, (draft, _), count in zip(rows, offers, wanted, strict=True):
+        for row, (draft, _), count in zip(rows, found, wanted, strict=True):
             if count:
                 drafts[row.order] = draft.cut(count)
         return drafts
 
     def wants_tokens(self, rows: Sequence[Generation]) -> bool:
-        """Judge the draft after the token being sampled, which must match the draft, too."""
+        """Judge the drafts after the tokens being sampled."""
         if not self.max_draft or len(rows) > _MAX_ROWS:
             return False
-        chances = []
-        for row in rows:
-            reply = self._drafts_of(row)
-            reply.catch_up(row.tokens, self._rates)
-            found = list(reply.chances(self._rates, self.max_draft + 1))
-            chances.append(found[1 : 1 + self._room(row)])
-        return any(self._chosen(chances, has_prompts=False))
+        rooms = [self._room(row) for row in rows]
+        sure = [self.memory.chances(row, room, 1) for row, room in zip(rows, rooms, strict=True)]
+        if any(self._chosen(sure, has_prompts=False)):
+            return True
+        return self._question(rows, rooms, sure) is not None
 
     def observe(self, num_rows: int, num_drafted: int, seconds: float) -> None:
-        self._costs.observe(num_rows, num_drafted, seconds)
+        """Learn the duration of a step; the time of asking for its drafts is counted elsewhere."""
+        self._trial_s += _TRIAL_SHARE * seconds
+        self._costs.observe(num_rows, num_drafted, max(seconds - self._asked_s, 0.0))
 
     def forget(self, generation: Generation) -> None:
-        """Drop an ended request's state and queue the rest of its tokens for indexing."""
-        reply = self._reply_drafts.pop(generation.order, None)
-        if reply is None:
-            return
-        if generation.job.is_ephemeral:
-            others = [unread for unread in self._unread if unread[0] is not reply.memory]
-            self._unread = deque(others, _MAX_UNREAD)
-        else:
-            self._unread.append((reply.memory, reply.conversation, generation.tokens))
-
-    def _remember_more(self) -> None:
-        """Index one piece of the oldest waiting text; a whole long text would delay the step."""
-        if not self._unread:
-            return
-        memory, conversation, tokens = self._unread[0]
-        start = len(conversation.tokens)
-        memory.extend(conversation, tokens[start : start + _PIECE])
-        self.memory.shrink(memory, conversation)
-        if len(conversation.tokens) >= len(tokens):
-            self._unread.popleft()
+        self.memory.forget(generation)
+        if self._timed is not None:
+            self._timed.forget(generation)
 
     # -- one row --------------------------------------------------------------------------------
-
-    def _drafts_of(self, row: Generation) -> _ReplyDrafts:
-        if row.order not in self._reply_drafts:
-            job = row.job
-            memory = TenantMemory() if job.is_ephemeral else self.memory.of(job.root)
-            for text in (job.prediction, *job.past):
-                if text:
-                    self._unread.append((memory, memory.begin("", text), text))
-            conversation = memory.begin(job.agent, job.tokens)
-            self.memory.shrink(memory, conversation)
-            self._reply_drafts[row.order] = _ReplyDrafts(
-                memory, conversation, row.num_prompt, list(job.prediction), MAX_MATCH // 2
-            )
-        return self._reply_drafts[row.order]
 
     def _room(self, row: Generation) -> int:
         room = min(
@@ -264,38 +143,40 @@ class AdaptiveDraftPlanner:
         )
         return max(room, 0)
 
-    def _offer(self, row: Generation, *, is_hopeful: bool) -> tuple[Draft, list[float]]:
-        reply, limit = self._drafts_of(row), self._room(row)
-        reply.catch_up(row.tokens, self._rates)
-        if limit < 1 or not (reply.draft or row.constraint):
+    def _remembered(self, row: Generation, room: int) -> _Offer:
+        chances = self.memory.chances(row, room)
+        return _Offer(self.memory.draft([row], room)[0] if room else [], chances)
+
+    def _allowed(self, row: Generation, offer: _Offer, limit: int) -> tuple[Draft, list[float]]:
+        """Return an offer as a draft: up to an end token, and as far as a constraint allows it."""
+        if limit < 1 or not (offer.tokens or row.constraint):
             return NO_DRAFT, []
         if row.constraint is not None:
-            offer: tuple[Draft, list[float]] = NO_DRAFT, []
+            found: tuple[Draft, list[float]] = NO_DRAFT, []
             # A failing constraint fails again in `next_chunk`, which ends its request.
             with contextlib.suppress(Exception):
-                offer = self._constrained(row.constraint, reply, limit if is_hopeful else 0)
-            return offer
-        draft = reply.draft[:limit]
-        end = next((at + 1 for at, token in enumerate(draft) if token in self._ends), limit)
-        return Draft(tuple(draft[:end])), list(reply.chances(self._rates, end))
+                found = self._constrained(row.constraint, offer, limit)
+            return found
+        tokens = offer.tokens[:limit]
+        end = next((at + 1 for at, token in enumerate(tokens) if token in self._ends), limit)
+        return Draft(tuple(tokens[:end]), origin=offer.origin), offer.chances[:end]
 
     def _constrained(
-        self, constraint: TokenConstraint, reply: _ReplyDrafts, limit: int
+        self, constraint: TokenConstraint, offer: _Offer, limit: int
     ) -> tuple[Draft, list[float]]:
-        """Draft the tokens that a grammar forces, and those of the draft that it allows."""
-        if not limit:
-            return NO_DRAFT, []
+        """Draft the tokens that a grammar forces, and those of the offer that it allows."""
         masks, states = [constraint.allowed()], [constraint]
         tokens: list[int] = []
         chances: list[float] = []
-        draft, rates, chance = reply.draft, list(reply.chances(self._rates, limit)), 1.0
+        draft, rates, chance = offer.tokens, offer.chances, 1.0
+        origin = DraftOrigin.GRAMMAR
         while len(tokens) < limit:
             at = len(tokens)
             token = forced_token(masks[-1])
             if token is None:
                 if at >= len(rates) or not is_allowed(masks[-1], draft[at]):
                     break
-                token, chance = draft[at], min(chance, rates[at])
+                token, chance, origin = draft[at], min(chance, rates[at]), offer.origin
             elif at >= len(draft) or draft[at] != token:
                 draft = []  # the forced token differs, so the rest of the draft does not apply
                 rates = []
@@ -307,25 +188,100 @@ class AdaptiveDraftPlanner:
             chances.append(chance)
             states.append(state)
             masks.append(state.allowed())
-        return Draft(tuple(tokens), tuple(masks[1:]), tuple(states[1:])), chances
+        return Draft(tuple(tokens), tuple(masks[1:]), tuple(states[1:]), origin), chances
+
+    # -- the source that takes time -------------------------------------------------------------
+
+    def _ask(self, rows: Sequence[Generation], rooms: Sequence[int], offers: list[_Offer]) -> None:
+        """Replace the offers of rows for which asking the source pays."""
+        question = self._question(rows, rooms, [offer.chances for offer in offers])
+        if self._timed is None or question is None:
+            return
+        asked, count, is_trial = question
+        drafted = self._timed.draft([rows[at] for at in asked], count)
+        self._asked_s = self._timed.spent_s
+        if is_trial:
+            self._trial_s -= self._asked_s
+        for (at, chances), tokens in zip(asked.items(), drafted, strict=True):
+            if tokens:
+                offers[at] = _Offer(tokens, chances[: len(tokens)], self._timed.origin)
+
+    def _question(
+        self, rows: Sequence[Generation], rooms: Sequence[int], sure: Sequence[list[float]]
+    ) -> tuple[dict[int, list[float]], int, bool] | None:
+        """Return what to ask the source that takes time, if anything.
+
+        Args:
+            sure: For each row, the chances of its draft from memory.
+
+        Returns:
+            The chances of the source's drafts by number of the row to ask for, the number of draft
+            tokens, and whether this is a trial; None if asking does not pay.
+        """
+        plain, timed = self._costs.plain(len(rows)), self._timed
+        if timed is None:
+            return None
+        found = [timed.chances(row, room) for row, room in zip(rows, rooms, strict=True)]
+        asked = {
+            at: chances
+            for at, (chances, known) in enumerate(zip(found, sure, strict=True))
+            if chances and (not known or known[0] < chances[0])
+        }
+        if not asked or not plain:
+            return None
+        points = self._costs.points(len(rows), plain)
+        most = max(_explorable(points) // len(asked), 1)
+        best, best_rate = 0, max(_MIN_GAIN * len(rows) / plain, self._best(sure)[1])
+        for count in range(1, min(most, max(map(len, asked.values()))) + 1):
+            chances = [asked[at][:count] if at in asked else sure[at] for at in range(len(rows))]
+            seconds = interpolated(points, len(rows) + sum(map(len, chances)))
+            seconds += timed.seconds([rows[at] for at in asked], count)
+            rate = (len(rows) + sum(map(sum, chances))) / seconds
+            if rate > best_rate:
+                best, best_rate = count, rate
+        if best:
+            return asked, best, False
+        return self._trial(rows, asked)
+
+    def _trial(
+        self, rows: Sequence[Generation], asked: dict[int, list[float]]
+    ) -> tuple[dict[int, list[float]], int, bool] | None:
+        """Ask for few tokens of the cheapest row, if there is time for it."""
+        if (timed := self._timed) is None:
+            return None
+        at = min(asked, key=lambda at: timed.start_seconds(rows[at]))
+        seconds = timed.start_seconds(rows[at]) + timed.seconds([rows[at]], _TRIAL_TOKENS)
+        if seconds > self._trial_s:
+            return None
+        return {at: asked[at]}, _TRIAL_TOKENS, True
 
     # -- all rows -------------------------------------------------------------------------------
 
     def _chosen(self, offers: Sequence[Sequence[float]], *, has_prompts: bool) -> list[int]:
         """Return the draft tokens to send per row that yield the most tokens per second."""
+        best, _ = self._best(offers)
+        ranked = _ranked(offers)
+        if has_prompts and (plain := self._costs.plain(len(offers))):
+            # Prompts dominate the step's time, so likely drafts are nearly free.
+            limit = _explorable(self._costs.points(len(offers), plain))
+            best = sum(chance >= 0.5 for chance, _ in ranked[:limit])
         counts = [0] * len(offers)
-        ranked = sorted(
-            ((chance, row) for row, chances in enumerate(offers) for chance in chances),
-            key=lambda offer: -offer[0],
-        )
-        plain = self._costs.plain(len(offers)) if ranked else None
+        for _, row in ranked[:best]:
+            counts[row] += 1
+        return counts
+
+    def _best(self, offers: Sequence[Sequence[float]]) -> tuple[int, float]:
+        """Return how many of the likeliest draft tokens to send, and tokens per second then."""
+        num_rows, ranked = len(offers), _ranked(offers)
+        plain = self._costs.plain(num_rows)
         if not plain:
-            return counts
-        num_rows, points = len(offers), self._costs.points(len(offers), plain)
-        yields = list(accumulate((chance for chance, _ in ranked), initial=0.0))
-        # Explore unknown sizes gradually: at most twice the drafts of the largest known size.
-        limit = min(len(ranked), max(2, 2 * (points[-1][0] - num_rows)))
+            return 0, 0.0
         best, best_rate = 0, _MIN_GAIN * num_rows / plain
+        if not ranked:
+            return best, best_rate
+        points = self._costs.points(num_rows, plain)
+        yields = list(accumulate((chance for chance, _ in ranked), initial=0.0))
+        limit = min(len(ranked), _explorable(points))
         for size in [size for size in SIZES if num_rows < size < num_rows + limit] + [
             num_rows + limit
         ]:
@@ -333,11 +289,18 @@ class AdaptiveDraftPlanner:
             rate = (num_rows + yields[count]) / interpolated(points, size)
             if rate > best_rate:
                 best, best_rate = count, rate
-        if has_prompts:  # prompts dominate the step's time, so likely drafts are nearly free
-            best = sum(chance >= 0.5 for chance, _ in ranked[:limit])
-        for _, row in ranked[:best]:
-            counts[row] += 1
-        return counts
+        return best, best_rate
+
+
+def _ranked(offers: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
+    """Return the chances of all draft tokens with the numbers of their rows, likeliest first."""
+    every = ((chance, row) for row, chances in enumerate(offers) for chance in chances)
+    return sorted(every, key=lambda offer: -offer[0])
+
+
+def _explorable(points: Sequence[tuple[int, float]]) -> int:
+    """Return how many draft tokens to try: at most twice those of the largest known size."""
+    return max(2, 2 * (points[-1][0] - points[0][0]))
 
 
 def is_allowed(mask: bytes | None, token: int) -> bool:

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.model import LoadedModel
@@ -131,6 +131,7 @@ class PromptPrefiller:
             weight=principal.weight,
             deadline=monotonic() + self._timeout_s,
             max_kept=preparation.max_kept(agent, len(prompt.tokens), model) if agent else None,
+            images=prompt.images,
         )
 
 
@@ -139,8 +140,4 @@ def _common(prompts: Sequence[Prompt]) -> Prompt:
     end = min(
         (common_prefix(first.tokens, one.tokens) for one in others), default=len(first.tokens)
     )
-    boundaries = {*(place for place in first.boundaries if place < end), end} - {0}
-    head = min(first.num_head, end)
-    return replace(
-        first, tokens=first.tokens[:end], boundaries=tuple(sorted(boundaries)), num_head=head
-    )
+    return first.cut(end)

@@ -15,7 +15,7 @@ from semantic.domain.agents import Principal
 from semantic.domain.errors import AgentNotFoundError
 from semantic.domain.events import Event, Finished, Started, Usage
 from semantic.domain.sampling import FinishReason
-from tests.canned_replies import CUT_CALL, CannedReply
+from tests.canned_replies import CUT_CALL, CannedReply, no_images
 
 pytestmark = pytest.mark.unit
 
@@ -40,7 +40,9 @@ async def generate(events: Sequence[Event]) -> Any:
     inference = DeletedAgent(events)
     agents, transfer = cast("AgentService", inference), cast("AgentTransfer", None)
     compaction = cast("AgentCompaction", None)
-    app.include_router(AgentApi(inference, agents, transfer, compaction, Principal).router())
+    app.include_router(
+        AgentApi(inference, agents, transfer, compaction, Principal, no_images).router()
+    )
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         return (await http.post("/v1/agents/a/generate", json={"message": "hi"})).json()

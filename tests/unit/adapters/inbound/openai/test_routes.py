@@ -15,7 +15,7 @@ from semantic.domain.agents import Principal
 from semantic.domain.chat import ChatRequest, Message, Role
 from semantic.domain.errors import OverloadedError
 from semantic.domain.sampling import SamplingParams
-from tests.canned_replies import CannedInference, CannedReply
+from tests.canned_replies import CannedInference, CannedReply, no_images
 
 pytestmark = pytest.mark.unit
 
@@ -34,7 +34,7 @@ async def test_an_echo_that_fails_leaves_no_reply_running() -> None:
             raise RuntimeError(f"a defect at {tokens}")
 
     app = FastAPI()
-    app.include_router(openai_router(Broken(), cast("ModelRegistry", None), Principal))
+    app.include_router(openai_router(Broken(), cast("ModelRegistry", None), Principal, no_images))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         body = {"model": "m", "prompt": [1, 2], "n": 2, "echo": True}

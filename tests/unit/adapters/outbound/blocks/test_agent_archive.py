@@ -29,7 +29,7 @@ from semantic.domain.events import Usage
 from semantic.domain.sampling import FinishReason
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload
-from semantic.ports.storage import ExportHead, ExportItem, ExportPart
+from semantic.ports.storage import ExportHead, ExportImage, ExportItem, ExportPart
 from tests.agent_files import changed, members, packed, with_member_fields
 
 pytestmark = pytest.mark.unit
@@ -93,6 +93,16 @@ def test_a_written_archive_is_read_back(size: int) -> None:
         assert found.part.name == expected.part.name
         assert found.part.kind is expected.part.kind
         assert bytes(found.payload.buffers[0].data) == bytes(expected.payload.buffers[0].data)
+
+
+def test_images_stand_between_turns_and_blocks() -> None:
+    image = ExportImage(hashlib.sha256(b"png").hexdigest(), b"png")
+    content = b"".join(FILE.write([HEAD, TURN, image, part(LayerKind.FULL)]))
+
+    head, turn, found, _ = read(content)
+
+    assert (head, turn, found) == (HEAD, TURN, image)
+    assert members(content)[2] == (f"images/{image.digest}", b"png")
 
 
 def test_every_tool_can_list_it() -> None:
@@ -176,6 +186,9 @@ def repacked(edit: Callable[[Files], Files]) -> bytes:
         lambda m: [("./agent.json", m[0][1]), *m[1:]],
         lambda m: [*m, ("blocks/../../escape", b"")],
         lambda m: [*m, ("/etc/passwd", b"")],
+        lambda m: [*m[:2], (f"images/{'0' * 64}", b"another file"), *m[2:]],
+        lambda m: [*m, (f"images/{hashlib.sha256(b'x').hexdigest()}", b"x")],
+        lambda m: [*m[:2], ("images/x.png", b"x"), *m[2:]],
         lambda m: [*m, ("blocks/" + "0" * 64 + ".other.safetensors", b"")],
         lambda m: [*m[:2], (m[3][0], m[2][1])],
         lambda _: [],

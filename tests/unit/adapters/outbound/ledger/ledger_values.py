@@ -1,12 +1,13 @@
 """Small values for tests of the ledger, and a ledger made of dictionaries to compare with."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import assert_never
 
 from semantic.domain.agents import Agent, Pointer, Turn
 from semantic.domain.blocks import BlockName, BlockPart, PartKey, block_name, pack_tokens
-from semantic.domain.chat import Message, Role
+from semantic.domain.chat import ImagePart, Message, Role, ToolResultPart
 from semantic.domain.events import Usage
 from semantic.domain.sampling import FinishReason
 from semantic.domain.spec import LayerKind
@@ -19,6 +20,7 @@ from semantic.ports.storage import (
     MarkDurable,
     MarkIndexWhole,
     PutAgent,
+    PutImage,
     PutPart,
     PutReplay,
     PutTenant,
@@ -62,6 +64,18 @@ def turn_of(
     )
 
 
+def image_of(data: bytes) -> ImagePart:
+    """An image that a client sent."""
+    return ImagePart(hashlib.sha256(data).hexdigest(), "image/png", 8, 6, data)
+
+
+def turn_with(turn_id: str, *images: ImagePart, parent: str | None = None, at: float = 1.0) -> Turn:
+    """A turn with images, one of them in a tool result."""
+    inner = (ToolResultPart("call", images[1:]),) if images[1:] else ()
+    said = (Message(Role.USER, (*images[:1], *inner)),)
+    return replace(turn_of(turn_id, parent, at=at), messages=said)
+
+
 def part_of(*tokens: int, kind: LayerKind = LayerKind.FULL, last_used: float = 0.0) -> BlockPart:
     """A part of a block that follows `ROOT`."""
     return BlockPart(ROOT, name_of(*tokens), ROOT, kind, 0, pack_tokens(tokens), 99, last_used)
@@ -81,6 +95,7 @@ class LedgerModel:
         self.turns: dict[tuple[str, str], Turn] = {}
         self.parts: dict[PartKey, BlockPart] = {}
         self.replays: dict[tuple[str, bytes], PutReplay] = {}
+        self.images: dict[tuple[str, str], bytes] = {}
         self.is_index_lost = True
 
     def copy(self) -> "LedgerModel":
@@ -119,6 +134,8 @@ class LedgerModel:
                 self.turns[tenant_id, turn.id] = turn
             case PutReplay():
                 self.replays[change.tenant, change.key] = change
+            case PutImage():
+                self.images[change.tenant, change.digest] = change.data
             case MarkDurable() | Repoint():
                 self.turns = {key: changed(turn, change) for key, turn in self.turns.items()}
             case _:

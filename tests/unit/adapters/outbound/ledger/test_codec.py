@@ -29,7 +29,7 @@ from semantic.domain.chat import (
     ToolSpec,
     ToolUsePart,
 )
-from semantic.domain.events import CacheMiss, MissReason, Usage
+from semantic.domain.events import CacheMiss, MissReason, ReplyTiming, Usage
 from semantic.domain.sampling import FinishReason
 
 pytestmark = pytest.mark.unit
@@ -46,7 +46,9 @@ any_json = st.recursive(
 )
 any_object: st.SearchStrategy[JsonObject] = st.dictionaries(any_text, any_json, max_size=3)
 text_parts = st.builds(TextPart, any_text)
-images = st.builds(ImagePart, any_text, any_text)
+sizes = st.integers(0, 2**31)
+digests = st.binary(min_size=32, max_size=32).map(bytes.hex)
+images = st.builds(ImagePart, digests, any_text, sizes, sizes)
 references = st.builds(ToolReferencePart, any_text)
 results = st.builds(
     ToolResultPart,
@@ -168,9 +170,10 @@ def test_the_stored_form_of_a_turn_stays_what_it_is() -> None:
 def test_tools_and_the_reason_of_a_miss_are_stored() -> None:
     miss = CacheMiss(MissReason.TOOLS_CHANGED, 7, "1 tool added", ("grep",))
     body = TurnBody((), Usage(1), tools=(("grep", "d1"),), is_thinking=False, miss=miss)
+    body = dataclasses.replace(body, timing=ReplyTiming(0.25, 1.5))
     assert decode_turn(encode_turn(body), is_foreign=True) == body
     plain = json.loads(encode_turn(TurnBody((), Usage(1))))
-    assert not {"tools", "is_thinking", "miss"} & plain.keys()
+    assert not {"tools", "is_thinking", "miss", "timing"} & plain.keys()
 
 
 def test_fields_with_defaults_may_be_absent() -> None:

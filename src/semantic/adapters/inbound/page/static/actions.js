@@ -1,6 +1,6 @@
 // Operations on an agent, with undo where it is possible.
 import { html, useState } from "./vendor/preact-htm.js";
-import { ask, forgetAgent, get, known, leaving, putAgent, refreshAgent, refreshCache, say, sayFault, send, tell } from "./server.js";
+import { ask, forgetAgent, get, known, leaving, putAgent, refreshAgent, refreshCache, refreshModels, say, sayFault, send, tell } from "./server.js";
 import { Dialog, Field, bytes } from "./parts.js";
 
 const GRACE_MS = 7000;
@@ -16,6 +16,13 @@ async function attempt(work) {
     return null;
   }
 }
+
+export const serveModel = (id) =>
+  attempt(async () => {
+    await send("POST", "admin/models/swap", { model: id, wait: false });
+    say(`${id} loads when running requests have finished.`);
+    refreshModels().catch(() => {});
+  });
 
 export const makeAgent = (settings) =>
   attempt(async () => {
@@ -132,8 +139,12 @@ export function open(dialog) {
 const close = () => open(null);
 const NAME = "[A-Za-z0-9._\\-]{1,128}";
 
-function freeName(id) {
-  for (let count = 2; ; count++) if (!known.agents.has(`${id}-${count}`)) return `${id}-${count}`;
+const isTaken = (id) => known.agents.has(id) || leaving.has(id);
+
+/** The name, with a number if it is taken. */
+export function freeName(id) {
+  if (!isTaken(id)) return id;
+  for (let count = 2; ; count++) if (!isTaken(`${id}-${count}`)) return `${id}-${count}`;
 }
 
 function ForkDialog({ id, turnId, onMade }) {
@@ -177,6 +188,19 @@ function NewDialog({ onMade }) {
   <//>`;
 }
 
+/** Edit a system prompt: that of agent `id`, or of a chat that has none yet, which keeps it by `onKeep`. */
+function SystemDialog({ id, system, hasTurns, onKeep }) {
+  const done = ({ text }) => {
+    close();
+    if (onKeep) onKeep(text.trim());
+    else attempt(async () => putAgent({ ...known.agents.get(id), ...(await send("PATCH", at(id), { system: text.trim() || null })) }));
+  };
+  return html`<${Dialog} title="System prompt" action="Save" onDone=${done} onClose=${close}>
+    <p class="note">It stands before the conversation and holds in every turn.${hasTurns ? " With another one, the next turn computes the whole prompt again." : ""}</p>
+    <${Field} label="System prompt"><textarea name="text" rows="8" placeholder="You are a patient teacher. Answer in short paragraphs." defaultValue=${system} /><//>
+  <//>`;
+}
+
 function ImportDialog({ onMade }) {
   const done = async ({ file, id, messages }) => {
     close();
@@ -213,6 +237,7 @@ function RemoveModelDialog({ id, onDone }) {
 export const askFork = (id, turnId = null, onMade) => open(html`<${ForkDialog} id=${id} turnId=${turnId} onMade=${onMade} />`);
 export const askCompact = (id, onMade) => open(html`<${CompactDialog} id=${id} onMade=${onMade} />`);
 export const askNew = (onMade) => open(html`<${NewDialog} onMade=${onMade} />`);
+export const askSystem = (id, system, hasTurns, onKeep) => open(html`<${SystemDialog} id=${id} system=${system} hasTurns=${hasTurns} onKeep=${onKeep} />`);
 export const askImport = (onMade) => open(html`<${ImportDialog} onMade=${onMade} />`);
 export const askRemove = (id) => open(html`<${RemoveDialog} id=${id} />`);
 export const askRemoveModel = (id, onDone) => open(html`<${RemoveModelDialog} id=${id} onDone=${onDone} />`);

@@ -1,32 +1,104 @@
-// Chat with any agent; below each reply, the sources of its prompt's KV cache.
-import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
-import { ask, framesOf, get, known, refreshAgent, sayFault, useTopics } from "./server.js";
-import { Bar, Button, Copy, Field, Prose, ReuseBar, Rows, STARTER, STARTER_NOTE, Tier, ago, number, seconds, textOf, thinkingOf } from "./parts.js";
+// Chat: the list of agents, one conversation with its header and composer, and the new chat.
+import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact-htm.js";
+import { get, known, refreshAgent, sayFault, useTopics } from "./server.js";
+import { Button, Menu, Rows, STARTER, STARTER_NOTE, ago, number, textOf } from "./parts.js";
+import { drafts, dropReply, replyOf, sendMessage, stopReply } from "./replies.js";
+import { Announcer, Live, Turn, plainOf, toolsOf } from "./turns.js";
+import { Composer } from "./composer.js";
+import { attached, picturesOf, wordsOf } from "./pictures.js";
 import * as act from "./actions.js";
 
 const PAGE = 30;
-const drafts = new Map(); // unsent text by agent
+const NEW = ""; // the chat whose agent is made by its first message
+const optionsOf = new Map(); // options of replies by agent
+const draft = { system: "" }; // system prompt of the new chat
 
 export function Chat({ id, go }) {
-  useTopics("agents");
+  useTopics("agents", "replies");
   const [text, setText] = useState("");
+  const [isListOpen, setListOpen] = useState(false); // on a narrow screen
+  const stepped = useRef(); // the agent that j or k chose: its composer leaves the next key to the page
   const agents = [...known.agents.values()]
     .filter((agent) => agent.id.toLowerCase().includes(text.toLowerCase()))
     .sort((a, b) => b.last_used - a.last_used);
-  const draw = (agent) => html`<a key=${agent.id} class=${`person ${agent.id === id ? "chosen" : ""}`} href=${`#/chat/${agent.id}`}>
-    <i class=${`dot tier-${agent.state.tier} ${agent.busy ? "busy" : ""}`} title=${agent.state.tier} /><span class="name">${agent.id}</span><span class="num">${ago(agent.last_used)}</span>
+  useEffect(() => {
+    setListOpen(false);
+    stepped.current = null; // a click takes the focus again
+  }, [id]);
+  useLayoutEffect(() => {
+    const press = (event) => {
+      if (event.target.closest("input,textarea,select,dialog") || event.metaKey || event.ctrlKey || event.altKey) return;
+      const step = { j: 1, k: -1 }[event.key];
+      const next = agents[agents.findIndex((agent) => agent.id === id) + step];
+      if (step && next) go("chat", (stepped.current = next.id));
+      else if (event.key === "n") go("chat");
+      else if (event.key === "i") document.querySelector(".composer textarea")?.focus();
+      else return;
+      event.preventDefault();
+    };
+    addEventListener("keydown", press);
+    return () => removeEventListener("keydown", press);
+  });
+  const draw = (agent) => html`<a key=${agent.id} class=${`person ${agent.id === id ? "chosen" : ""}`} aria-current=${agent.id === id ? "true" : null} href=${`#/chat/${agent.id}`}>
+    <span class="name" title=${agent.id}>${agent.id}</span>${agent.busy || replyOf(agent.id)?.isOpen ? html`<i class="dot busy" title="writing a reply" />` : html`<span class="num">${ago(agent.last_used)}</span>`}
   </a>`;
-  return html`<section class=${`chat ${id ? "has-one" : ""}`}>
-    <nav class="people">
+  const onList = () => setListOpen(!isListOpen);
+  return html`<section class=${`chat ${isListOpen ? "list-open" : ""}`}>
+    <nav class="people" aria-label="Conversations">
       <header class="tools">
-        <input id="search" type="search" placeholder="Find  ( / )" aria-label="Find an agent" value=${text} onInput=${(event) => setText(event.target.value)} />
-        <${Button} icon="plus" kind="main" title="New agent" onClick=${() => act.askNew((made) => go("chat", made))} />
+        <${Button} icon="plus" kind="main" isLocal title="New chat (n)" onClick=${() => (setListOpen(false), go("chat"))}>New chat<//>
+        <${Button} icon="close" kind="quiet narrow" isLocal title="Close the list" onClick=${onList} />
+        <input id="search" type="search" placeholder="Find  ( / )" aria-label="Find a conversation" value=${text} onInput=${(event) => setText(event.target.value)} />
       </header>
-      <${Rows} rows=${agents} height=${34} draw=${draw} label="Agents" />
+      <${Rows} rows=${agents} height=${34} draw=${draw} label="Conversations" />
     </nav>
-    ${id ? html`<${Conversation} key=${id} id=${id} go=${go} />` : html`<div class="empty"><p>Choose an agent, or create one.</p></div>`}
+    ${id ? html`<${Conversation} key=${id} id=${id} isStepped=${id === stepped.current} go=${go} onList=${onList} />` : html`<${NewChat} go=${go} onList=${onList} />`}
   </section>`;
 }
+
+// -- the header ------------------------------------------------------------------------------------
+
+function Header({ name, model, system, onSystem, onList, go, note, children }) {
+  return html`<header class="chat-head">
+    <div class="line">
+      <${Button} icon="list" kind="quiet narrow" isLocal title="Conversations" onClick=${onList} />
+      <h1 title=${name}>${name}</h1>
+      <span class="gap" />
+      ${children}
+    </div>
+    <div class="line">
+      <${ModelPicker} model=${model} go=${go} />
+      <${Button} kind="quiet pick" title=${system ? `System prompt: ${system}` : "Tell the model who it is and what to do in all of this chat"} onClick=${onSystem}>
+        ${system ? html`<b>System</b> ${system.slice(0, 120)}` : "Add a system prompt"}
+      <//>
+      <span class="gap" /><span class="note">${note}</span>
+    </div>
+  </header>`;
+}
+
+const MORE = "\n"; // no model has this name
+
+function ModelPicker({ model, go }) {
+  useTopics("models", "link");
+  const served = known.health?.model ?? "";
+  const shown = model ?? served;
+  const names = [...new Set([shown, ...known.models.map(({ id }) => id)])].filter(Boolean);
+  const choose = (event) => {
+    const name = event.target.value;
+    event.target.value = shown;
+    if (name === MORE) go("models");
+    else if (name !== served) act.serveModel(name);
+  };
+  return html`<select class="pick" aria-label="Model" title="The model that replies" disabled=${known.link === "down"} value=${shown} onChange=${choose}>
+    ${names.map((name) => html`<option key=${name} value=${name}>${name}${name === served && known.health.state !== "ready" ? ` (${known.health.state})` : ""}</option>`)}
+    <option value=${MORE}>More models…</option>
+  </select>`;
+}
+
+// -- a conversation --------------------------------------------------------------------------------
+
+/** The turns up to the one with this id; none of them if it is null. */
+const upTo = (turns, last) => turns.slice(0, turns.findIndex(({ id }) => id === last) + 1);
 
 /** An agent's turns, oldest first, and a function that loads older ones. */
 function useTurns(id, head) {
@@ -42,239 +114,148 @@ function useTurns(id, head) {
     if (turns && turns.at(-1)?.id === head) return;
     load().catch((error) => (error.status === 404 ? setTurns([]) : sayFault(error)));
   }, [id, head]);
-  return { turns, next, load, add: (turn) => setTurns((shown) => [...(shown ?? []), turn]) };
+  return { turns, next, load, add: (turn) => setTurns((shown) => [...upTo(shown, turn.parent), turn]) };
 }
 
-function Conversation({ id, go }) {
+/** The reply of an agent that is being written, until its turn is among the turns. */
+function useReply(id, turns, add) {
+  const reply = replyOf(id);
+  const turn = reply?.turn;
+  useLayoutEffect(() => {
+    const isShown = turns?.some((shown) => shown.id === reply?.turnId);
+    if (turn && turns && !isShown) add(turn);
+    if (reply && !reply.isOpen && (turn || isShown)) dropReply(id);
+  }, [turn, turns, reply?.isOpen]);
+  return reply;
+}
+
+function Conversation({ id, isStepped, go, onList }) {
   const agent = known.agents.get(id);
   const { turns, next, load, add } = useTurns(id, agent?.head);
-  const [live, setLive] = useState(null);
-  const [options, setOptions] = useState({});
-  const running = useRef(null);
+  const reply = useReply(id, turns, add);
+  const [options, setOptions] = useState(optionsOf.get(id) ?? {});
+  const [edited, setEdited] = useState(null); // the turn whose message is in the composer
   const end = useRef();
   const isNear = useRef(true);
-  useEffect(() => () => running.current?.abort(), []);
   useEffect(() => void (agent || refreshAgent(id)), [id]);
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (isNear.current) end.current?.scrollIntoView({ block: "end" });
-  }, [turns, live]);
-
-  /** Send a message; `begun` is the reply so far, which the model continues. */
-  const submit = async (message, begun = "") => {
-    const stop = (running.current = new AbortController());
-    isNear.current = true;
-    const parent = known.agents.get(id)?.head ?? null;
-    const reply = { parent, asked: message, text: begun, thinking: "", calls: [], sentAt: performance.now() };
-    const show = (more) => setLive({ ...Object.assign(reply, more) });
-    show({});
-    const messages = [said("user", message), ...(begun ? [said("assistant", begun)] : [])];
-    try {
-      await stream(id, { messages, ...options }, stop.signal, reply, show);
-      if (reply.finished?.turn_id) add(turnOf(id, message, reply));
-      setLive(null);
-    } catch (error) {
-      const isStopped = error.name === "AbortError";
-      const isKept = isStopped && reply.firstAt; // until its turn is shown
-      setLive(isStopped && !isKept ? null : { ...reply, isStopped, fault: isStopped ? "" : error.message });
-      if (isStopped && !isKept && !begun && !drafts.get(id)) drafts.set(id, message);
-    }
-    running.current = null;
-    refreshAgent(id);
+  });
+  const lastTop = useRef(0);
+  const look = ({ target }) => {
+    const isAtEnd = target.scrollHeight - target.scrollTop - target.clientHeight < 80;
+    // Only the user scrolls up; a text that grows leaves the position as it is.
+    isNear.current = isAtEnd || (isNear.current && target.scrollTop >= lastTop.current);
+    lastTop.current = target.scrollTop;
   };
 
-  const [edited, setEdited] = useState(null); // the turn whose message is in the composer
+  const head = turns ? turns.at(-1)?.id : agent?.head;
+  const submit = (message, { parent = head ?? null, begun, pictures } = {}) => {
+    isNear.current = true;
+    return sendMessage(id, message, { parent, begun, options, pictures });
+  };
   const continueReply = async (turn) => {
-    const [asked, reply] = turn.messages;
-    if (await act.rewind(id, turn.parent, { isQuiet: true })) await submit(textOf(asked), textOf(reply));
+    const { asked, reply: begun } = plainOf(id, turn);
+    const { parent } = turn;
+    if (await act.rewind(id, parent, { isQuiet: true })) await submit(wordsOf(asked), { parent, begun: textOf(begun), pictures: picturesOf(asked) });
   };
   const regenerate = async (turn) => {
     // The earlier reply becomes a branch of its own.
-    if ((await act.fork(id)) && (await act.rewind(id, turn.parent, { isQuiet: true }))) await submit(textOf(turn.messages[0]));
+    const { parent } = turn;
+    const { asked } = plainOf(id, turn);
+    if ((await act.fork(id)) && (await act.rewind(id, parent, { isQuiet: true }))) await submit(wordsOf(asked), { parent, pictures: picturesOf(asked) });
   };
-  const sendMessage = async (message) => {
+  const edit = (turn) => {
+    attached.set(id, picturesOf(plainOf(id, turn).asked));
+    setEdited(turn);
+  };
+  const send = async (message, pictures) => {
     const turn = edited;
     setEdited(null);
-    if (!turn || (await act.rewind(id, turn.parent))) await submit(message);
+    if (!turn) await submit(message, { pictures });
+    else if (await act.rewind(id, turn.parent)) await submit(message, { parent: turn.parent, pictures });
   };
-  useEffect(() => {
-    if (live?.isStopped) setLive(null);
-  }, [turns]);
+  const giveUp = () => {
+    drafts.set(id, reply.asked);
+    attached.set(id, reply.pictures);
+    dropReply(id);
+  };
 
+  const system = agent?.settings.system ?? textOf(turns?.[0]?.messages.find(({ role }) => role === "system") ?? { content: [] });
+  const context = known.models.find((model) => model.id === known.health?.model)?.max_context;
+  const shown = reply && !reply.fault ? upTo(turns ?? [], reply.parent) : turns; // a reply may replace turns
+  const tools = toolsOf(shown ?? []);
+  const isBusy = reply?.isOpen ?? false;
   return html`<div class="conversation">
-    <header class="tools">
-      <${Button} icon="back" kind="quiet narrow" title="All agents" onClick=${() => go("chat")} />
-      <h1 title=${id}>${id}</h1>
-      ${agent && html`<${Tier} tier=${agent.state.tier} /><span class="note">${number(agent.tokens)} tokens</span>`}
-      <span class="gap" />
-      <${Options} value=${options} onChange=${setOptions} />
-      <${Button} onClick=${() => act.askFork(id, null, (made) => go("chat", made))}>Fork<//>
-      <${Button} kind="quiet" onClick=${() => go("agents", id)}>Details<//>
-    </header>
-    <div class="talk" onScroll=${(event) => (isNear.current = event.target.scrollHeight - event.target.scrollTop - event.target.clientHeight < 80)}>
+    <${Header} name=${id} model=${agent?.settings.model} system=${system} onSystem=${() => act.askSystem(id, system, turns?.length > 0)} onList=${onList} go=${go} note=${agent ? `${number(agent.tokens)}${context ? ` of ${number(context)}` : ""} tokens` : ""}>
+      <${Menu} label="More about this agent">
+        <${Button} kind="quiet" isLocal onClick=${() => go("agents", id)}>Show it in the graph<//>
+        <${Button} kind="quiet" onClick=${() => act.askCompact(id, (made) => go("chat", made))}>Continue from a summary<//>
+        <${Button} kind="quiet" onClick=${() => act.pin(id, !agent?.settings.pin)}>${agent?.settings.pin ? "Unpin" : "Pin: keep its KV cache on disk"}<//>
+        <${Button} kind="quiet" onClick=${() => act.exportFile(id)}>Export to a file<//>
+        <${Button} kind="quiet danger" onClick=${() => act.askRemove(id)}>Delete<//>
+      <//>
+    <//>
+    <div class="talk" tabindex="0" role="region" aria-label=${`Conversation with ${id}`} onScroll=${look}>
       ${next && html`<${Button} kind="quiet" onClick=${() => load(next).catch(sayFault)}>Older turns<//>`}
-      ${agent?.settings.system && html`<details class="system"><summary>System prompt</summary><pre>${agent.settings.system}</pre></details>`}
-      ${turns?.map((turn, index) => html`<${Turn} key=${turn.id} id=${id} turn=${turn} isHead=${index === turns.length - 1} on=${running.current ? null : { continueReply, regenerate, edit: setEdited }} go=${go} />`)}
-      ${live && html`<${Live} reply=${live} onRetry=${() => submit(live.asked)} />`}
-      ${turns && !turns.length && !live && html`<div class="empty"><p>Send a message to <b>${id}</b>.</p>${known.health?.model === STARTER && html`<p class="note">${STARTER_NOTE}</p>`}</div>`}
+      ${shown?.map((turn, index) => html`<${Turn} key=${turn.id} id=${id} turn=${turn} tools=${tools} isHead=${index === shown.length - 1 && !reply} on=${isBusy ? null : { continueReply, regenerate, edit }} go=${go} />`)}
+      ${reply && !reply.turn && html`<${Live} reply=${reply} onRetry=${() => submit(reply.asked, { begun: reply.begun, pictures: reply.pictures })} onClose=${giveUp} />`}
+      ${turns && !turns.length && !reply && html`<div class="empty"><p>Send a message to <b>${id}</b>.</p><${StarterNote} /></div>`}
       <div ref=${end} />
     </div>
-    <${Composer} id=${id} isBusy=${running.current !== null} edited=${edited} onSend=${sendMessage} onStop=${() => running.current?.abort()} onLeave=${() => setEdited(null)} />
+    <${Announcer} reply=${reply} />
+    <${Composer}
+      id=${id} isQuiet=${isStepped} isBusy=${isBusy} edited=${edited && wordsOf(plainOf(id, edited).asked)} options=${options}
+      onSend=${send} onStop=${() => stopReply(id)} onLeave=${() => setEdited(null)}
+      onEditLast=${() => turns?.length && plainOf(id, turns.at(-1)) && edit(turns.at(-1))}
+      onOptions=${(value) => (optionsOf.set(id, value), setOptions(value))}
+    />
   </div>`;
 }
 
-/** Show a reply while it is streamed. */
-async function stream(id, body, signal, reply, show) {
-  const answer = await ask(`v1/agents/${encodeURIComponent(id)}/generate`, { method: "POST", json: { ...body, stream: true }, signal });
-  for await (const event of framesOf(answer)) {
-    const now = performance.now();
-    if (event.type === "started") show({ prompt: event.usage.prompt_tokens });
-    else if (event.type === "prefill") show({ prefill: event });
-    else if (event.type === "text") show({ firstAt: reply.firstAt ?? now, text: reply.text + event.text });
-    else if (event.type === "thinking") show({ firstAt: reply.firstAt ?? now, thinking: reply.thinking + event.text });
-    else if (event.type === "tool_call") show({ firstAt: reply.firstAt ?? now, calls: [...reply.calls, event.name] });
-    else if (event.type === "error") throw new Error(event.error.message);
-    else if (event.type === "finished") show({ finished: event, endAt: now });
-  }
-  if (!reply.finished) throw new Error("The connection to the server was lost during the reply.");
+const StarterNote = () => known.health?.model === STARTER && html`<p class="note">${STARTER_NOTE}</p>`;
+
+// -- the new chat ----------------------------------------------------------------------------------
+
+const IDEAS = ["Explain recursion to a ten-year-old, with an example in Python.", "Write a short, friendly reply that declines a meeting.", "Compare SQLite and PostgreSQL in a table."];
+
+/** A name for the agent of a chat that begins with this message. */
+function nameFor(message) {
+  const words = message.normalize("NFKD").replace(/\p{Mark}/gu, "").toLowerCase().match(/[a-z0-9]+/g) ?? ["chat"];
+  return act.freeName(words.slice(0, 5).join("-").slice(0, 40));
 }
 
-const said = (role, text) => ({ role, content: [{ type: "text", text }] });
-
-/** Whether a turn is one message of the user and its reply: then it can be sent again. */
-const isPlain = ({ messages: [asked, reply, ...more] }) => asked?.role === "user" && reply?.role === "assistant" && !more.length;
-/** Whether its reply is text alone that was stopped or reached its limit. */
-const isUnfinished = ({ finish_reason: reason, messages }) =>
-  (reason === "cancelled" || reason === "max_tokens") && messages[1].content.every((part) => part.type === "text");
-
-function turnOf(id, asked, { parent, finished, firstAt, endAt, sentAt }) {
-  return {
-    id: finished.turn_id,
-    parent,
-    agent_id: id,
-    created_at: Date.now() / 1000,
-    messages: [said("user", asked), finished.message],
-    finish_reason: finished.finish_reason,
-    usage: finished.usage,
-    reuse: finished.reuse,
-    dropped_messages: finished.dropped_messages,
-    timing: { first: (firstAt - sentAt) / 1000, rate: (finished.usage.completion_tokens - 1) / ((endAt - firstAt) / 1000) },
+function NewChat({ go, onList }) {
+  useTopics("models");
+  const [system, setSystem] = useState(draft.system);
+  const [options, setOptions] = useState(optionsOf.get(NEW) ?? {});
+  const [isMaking, setMaking] = useState(false);
+  const keepSystem = (text) => setSystem((draft.system = text));
+  const keepOptions = (value) => (optionsOf.set(NEW, value), setOptions(value));
+  const begin = async (message, pictures = []) => {
+    setMaking(true);
+    const agent = await act.makeAgent({ id: nameFor(message), ...(system && { system }) });
+    setMaking(false);
+    if (!agent) return void (attached.set(NEW, pictures), drafts.set(NEW, message));
+    optionsOf.set(agent.id, options);
+    keepSystem("");
+    sendMessage(agent.id, message, { options, pictures });
+    go("chat", agent.id);
   };
-}
-
-const ENDINGS = { cancelled: "stopped", max_tokens: "reached its limit of tokens" };
-
-function Turn({ id, turn, isHead, on, go }) {
-  const [isOpen, setOpen] = useState(false);
-  const replies = turn.messages.filter((message) => message.role === "assistant");
-  const { usage, timing } = turn;
-  const right = usage.accepted_prediction_tokens ?? 0;
-  const drafted = right + (usage.rejected_prediction_tokens ?? 0);
-  return html`<article class="exchange">
-    ${turn.messages.map((message) => html`<${Said} message=${message} />`)}
-    <footer class="cost">
-      <${ReuseBar} reuse=${{ ...turn.reuse, drafted: right }} />
-      <span class="note">${number(usage.prompt_tokens)} prompt, ${number(usage.completion_tokens)} reply${drafted ? ` (${number(right)} of ${number(drafted)} draft tokens were accepted)` : ""}${timing && timing.first >= 0 ? `, first token after ${seconds(timing.first)}` : ""}${timing && timing.rate > 0 && Number.isFinite(timing.rate) ? `, ${timing.rate.toFixed(1)} tokens/s` : ""}${turn.finish_reason && turn.finish_reason !== "end_turn" ? `, ${ENDINGS[turn.finish_reason] ?? `finish reason ${turn.finish_reason}`}` : ""}</span>
-      <span class="go">
-        <${Button} kind="quiet" title="Why: compare the prompt with the stored conversation" aria-expanded=${isOpen} onClick=${() => setOpen(!isOpen)}>Why<//>
-        <${Copy} text=${replies.map(textOf).join("\n")} />
-        ${on && isPlain(turn) && html`<${Button} kind="quiet" title="Change the message and send it again, in place of this turn and those after it" onClick=${() => on.edit(turn)}>Edit<//>`}
-        ${on && isHead && isPlain(turn) && html`<${Button} kind="quiet" title="Write another reply; this one is kept as a fork" onClick=${() => on.regenerate(turn)}>Regenerate<//>`}
-        ${on && isHead && isPlain(turn) && isUnfinished(turn) && html`<${Button} kind="quiet" title="Write on where this reply ends" onClick=${() => on.continueReply(turn)}>Continue<//>`}
-        ${!isHead && html`<${Button} kind="quiet" title="Remove the turns after this reply" onClick=${() => act.rewind(id, turn.id)}>Rewind here<//>`}
-        <${Button} kind="quiet" title="Start a fork from this reply" onClick=${() => act.askFork(id, turn.id, (made) => go("chat", made))}>Fork here<//>
-      </span>
-    </footer>
-    ${turn.miss && html`<p class="miss">${turn.miss.text}</p>`}
-    ${isOpen && html`<${Why} id=${id} turnId=${turn.id} />`}
-  </article>`;
-}
-
-function Said({ message }) {
-  const text = textOf(message);
-  const thinking = thinkingOf(message);
-  if (message.role === "system" || (!text && !thinking)) return null;
-  return html`<div class=${`said ${message.role}`}>
-    ${thinking && html`<details class="thinking"><summary>Thinking</summary><p>${thinking}</p></details>`}
-    ${message.role === "assistant" ? html`<${Prose} text=${text} />` : html`<p>${text}</p>`}
+  const { health } = known;
+  return html`<div class="conversation">
+    <${Header} name="New chat" system=${system} onSystem=${() => act.askSystem(null, system, false, keepSystem)} onList=${onList} go=${go} />
+    <div class="talk">
+      <div class="welcome">
+        <img src="page/icon.svg" alt="" width="44" height="44" />
+        <h2>${health?.model ? `Chat with ${health.model}` : "Chat"}</h2>
+        ${health && health.state !== "ready" && html`<p class="note" role="status">The model is not ready: ${health.detail || health.state}. <a href="#/models">Models</a> shows its progress.</p>`}
+        <p>Write a message below to start. Every chat is kept as an <b>agent</b>: return to it at any time, edit a message, or fork the chat at any reply and take both ways. What was computed once is not computed again.</p>
+        <div class="ideas">${IDEAS.map((idea) => html`<${Button} key=${idea} disabled=${isMaking} onClick=${() => begin(idea)}>${idea}<//>`)}</div>
+        <p class="note">To use this model in your editor or terminal, <a href="#/connect">connect a client</a>.</p>
+        <${StarterNote} />
+      </div>
+    </div>
+    <${Composer} id=${NEW} isBusy=${isMaking} options=${options} onSend=${begin} onStop=${() => {}} onLeave=${() => {}} onOptions=${keepOptions} />
   </div>`;
-}
-
-function Why({ id, turnId }) {
-  const [told, setTold] = useState(null);
-  useEffect(() => void get(`v1/agents/${encodeURIComponent(id)}/explain?turn_id=${turnId}`).then(setTold, sayFault), [turnId]);
-  if (!told) return html`<div class="why">…</div>`;
-  const left = told.diverged;
-  return html`<div class="why">
-    <p>${told.summary}</p>
-    ${left
-      ? html`<div class="sides">
-          <p class="note">The prompt and the stored conversation differ after ${number(left.index)} tokens:</p>
-          <pre class="same">…${left.before}</pre>
-          <pre class="old"><b>stored</b>${left.expected || "(end)"}</pre>
-          <pre class="new"><b>prompt</b>${left.actual || "(end)"}</pre>
-        </div>`
-      : html`<p class="note">The prompt begins with the complete stored conversation.${told.note && ` ${told.note}`}</p>`}
-  </div>`;
-}
-
-function Live({ reply, onRetry }) {
-  const { prefill, firstAt, text, thinking, calls, prompt, fault } = reply;
-  const isWaiting = !firstAt && !fault;
-  return html`<article class="exchange live" aria-live="polite">
-    <div class="said user"><p>${reply.asked}</p></div>
-    ${thinking && html`<details class="thinking" open=${!text}><summary>Thinking</summary><p>${thinking}</p></details>`}
-    ${text && html`<div class="said assistant"><${Prose} text=${text} /></div>`}
-    ${calls.map((name) => html`<code class="call">${name}(…)</code>`)}
-    ${isWaiting && html`<div class="waiting">
-      ${prefill ? html`<${Bar} parts=${[["computed", prefill.done]]} whole=${prefill.total} label="prompt" /><span class="note">prompt ${number(prefill.done)} of ${number(prefill.total)}</span>` : html`<span class="dots" /><span class="note">${prompt ? `${number(prompt)} prompt tokens` : "waiting"}</span>`}
-    </div>`}
-    ${fault && html`<p class="fault">${fault} <${Button} onClick=${onRetry}>Try again<//></p>`}
-  </article>`;
-}
-
-function Options({ value, onChange }) {
-  const set = (name) => (event) => onChange({ ...value, [name]: event.target.value === "" ? undefined : Number(event.target.value) });
-  return html`<details class="menu"><summary class="button">Options</summary><div class="sheet">
-    <${Field} label="Temperature" hint="empty: the model's default"><input type="number" min="0" max="2" step="0.1" value=${value.temperature} onInput=${set("temperature")} /><//>
-    <${Field} label="Maximum reply tokens"><input type="number" min="1" value=${value.max_tokens} onInput=${set("max_tokens")} /><//>
-    <${Field} label="Seed"><input type="number" value=${value.seed} onInput=${set("seed")} /><//>
-  </div></details>`;
-}
-
-function Composer({ id, isBusy, edited, onSend, onStop, onLeave }) {
-  const [text, setText] = useState(drafts.get(id) ?? "");
-  const box = useRef();
-  useEffect(() => void box.current.focus({ preventScroll: true }), [id]);
-  useEffect(() => {
-    if (!isBusy && !text && drafts.get(id)) setText(drafts.get(id));
-  }, [isBusy]);
-  useEffect(() => {
-    drafts.set(id, text);
-    box.current.style.height = "auto";
-    box.current.style.height = `${Math.min(240, box.current.scrollHeight + 2)}px`;
-  }, [text]);
-  useEffect(() => {
-    if (!edited) return;
-    setText((box.current.value = textOf(edited.messages[0])));
-    box.current.focus();
-    box.current.setSelectionRange(box.current.value.length, box.current.value.length);
-  }, [edited]);
-  const leave = () => (setText(""), onLeave());
-  const go = () => {
-    if (isBusy || !text.trim()) return;
-    onSend(text.trim());
-    setText("");
-  };
-  const press = (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      go();
-    } else if (event.key === "Escape" && isBusy) onStop();
-    else if (event.key === "Escape" && edited) leave();
-  };
-  return html`<form class="composer" onSubmit=${(event) => (event.preventDefault(), go())}>
-    ${edited && html`<p class="note">Sends in place of the earlier message. <${Button} kind="quiet" onClick=${leave}>Keep the earlier one<//></p>`}
-    <textarea ref=${box} rows="1" placeholder=${`Message ${id}`} aria-label="Message" value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${press} />
-    ${isBusy ? html`<${Button} icon="stop" title="Stop (Esc)" onClick=${onStop} />` : html`<button class="main" aria-label="Send" title="Send (Enter)" disabled=${!text.trim()}>Send</button>`}
-  </form>`;
 }

@@ -87,3 +87,9 @@ export function Line({ line, isChosen }) {
     ${agent.busy && html`<circle class="busy" cx=${end} cy=${middle} r=${radius + 3} />`}
   </svg>`;
 }
+
+/** The agents whose line leaves that of an agent at one of its turns. */
+export function branchesAt(agents, agent, turnId) {
+  const next = ({ history }) => history[history.indexOf(turnId) - 1];
+  return agents.filter((other) => other.id !== agent.id && other.history.includes(turnId) && next(other) !== next(agent));
+}

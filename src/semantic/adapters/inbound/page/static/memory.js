@@ -6,7 +6,7 @@ import { chainOf, countSoon, map, ownersOf, rearrange, refreshBlocks } from "./b
 
 const FLASH_MS = 1600;
 const LEVELS = 4; // colour strength by number of agents: none, one, a few, many
-const KINDS = { dirty: "only in memory (dirty)", both: "in memory and on disk", disk: "on disk" };
+const KINDS = { dirty: "in memory, not on disk yet", both: "in memory and on disk", disk: "on disk" };
 
 const kindOf = (block) => (!block.memory ? "disk" : block.disk ? "both" : "dirty");
 const levelOf = (share) => (share < 2 ? share : share < 4 ? 2 : 3);
@@ -214,7 +214,7 @@ function Tip({ block, x, y }) {
     <span>${number(block.tokens)} tokens, ${number(block.start)} to ${number(block.start + block.tokens - 1)}</span>
     <span>${block.memory ? `${bytes(block.memory)} in memory` : ""}${block.memory && block.disk ? ", " : ""}${block.disk ? `${bytes(block.disk)} on disk` : ""}</span>
     <span>used ${ago(block.used)}${Date.now() / 1000 - block.used > 5 ? " ago" : ""}${block.pinned ? ", pinned" : ""}</span>
-    <span class="owners">${owners.length ? owners.slice(0, 6).join(", ") : "no agent reaches it"}${owners.length > 6 ? ` and ${owners.length - 6} more` : ""}</span>
+    <span class="owners">${owners.length ? owners.slice(0, 6).join(", ") : "no agent uses it"}${owners.length > 6 ? ` and ${owners.length - 6} more` : ""}</span>
     <code>${block.name}</code>
   </div>`;
 }
@@ -238,7 +238,7 @@ export function Memory() {
   const collect = async () => {
     try {
       const { freed_bytes } = await send("POST", "v1/cache/gc", { orphan_age_s: 0 });
-      say(`Freed ${bytes(freed_bytes)} of blocks that no agent reaches.`);
+      say(`Freed ${bytes(freed_bytes)} of blocks that no agent uses.`);
       refreshCache();
     } catch (error) {
       sayFault(error);
@@ -249,9 +249,10 @@ export function Memory() {
       <h1>Memory</h1>
       <input list="agent-names" type="search" placeholder="Show one agent's blocks" aria-label="Show one agent's blocks" value=${agent} onInput=${(event) => setAgent(known.agents.has(event.target.value) ? event.target.value : "")} />
       <datalist id="agent-names">${[...known.agents.keys()].slice(0, 500).map((id) => html`<option value=${id} />`)}</datalist>
-      <${Button} onClick=${rearrange} title="Put blocks of one chain side by side again">Arrange<//>
-      <${Button} onClick=${collect} title="Delete blocks that no agent reaches">Collect garbage<//>
+      <${Button} onClick=${rearrange} title="Put the blocks of one conversation side by side again">Arrange<//>
+      <${Button} onClick=${collect} title="Delete blocks that no agent uses any more">Clean up<//>
     </header>
+    <p class="note part">Each square is a block: what the model computed for up to 256 tokens. A block in memory or on disk is not computed again, and agents that begin alike share it.</p>
     ${known.cacheFault && html`<p class="fault">${known.cacheFault}</p>`}
     ${cache && html`<${Budgets} cache=${cache} />`}
     <div class="legend">
@@ -268,11 +269,11 @@ function Budgets({ cache }) {
   const { memory, disk, device } = cache;
   const kept = memory.used - memory.working;
   return html`<div class="budgets">
-    <${Budget} name="RAM" used=${memory.used} budget=${memory.budget} parts=${[["pool", kept], ["hot", memory.working]]} note=${`${bytes(kept)} blocks, ${bytes(memory.working)} in use by requests, pressure ${memory.pressure}`} />
-    <${Budget} name="Disk" used=${disk.used + disk.other} budget=${disk.budget} parts=${[["disk", disk.used], ["computed", disk.other]]} note=${disk.problem || `${short(disk.files)} files, ${bytes(disk.other)} ledger`} />
-    ${device ? html`<${Budget} name="Device" used=${device.used} budget=${device.budget} parts=${[["hot", device.used]]} note="weights, open conversations and other programs" />` : html`<div class="budget"><header><b>Device</b><span>none reported</span></header><small>on a CPU, the KV cache is in RAM</small></div>`}
+    <${Budget} name="RAM" used=${memory.used} budget=${memory.budget} parts=${[["pool", kept], ["hot", memory.working]]} note=${`${bytes(kept)} of blocks, ${bytes(memory.working)} in use by requests`} />
+    <${Budget} name="Disk" used=${disk.used + disk.other} budget=${disk.budget} parts=${[["disk", disk.used], ["computed", disk.other]]} note=${disk.problem || `${short(disk.files)} files, ${bytes(disk.other)} for messages and turns`} />
+    ${device ? html`<${Budget} name="Device" used=${device.used} budget=${device.budget} parts=${[["pool", device.weights], ["hot", device.sequences], ["disk", device.cached], ["computed", device.scratch]]} note=${`${bytes(device.weights)} of weights, ${bytes(device.sequences)} of open conversations, ${bytes(device.cached)} cached by the library, ${bytes(device.scratch)} of other use`} />` : html`<div class="budget"><header><b>Device</b><span>none reported</span></header><small>on a CPU, the KV cache is in RAM</small></div>`}
     <${Budget} name="Write queue" used=${disk.queue_used} budget=${disk.queue_budget} parts=${[["disk", disk.queue_used]]} note=${disk.queue_used ? "being written" : "empty"} />
-    <div class="budget"><header><b>Sharing</b><span>${cache.dedup_ratio ? `${cache.dedup_ratio.toFixed(2)} ×` : "–"}</span></header><small>${cache.dedup_ratio ? "size without sharing, divided by the actual size" : "no KV cache yet"}</small></div>
+    <div class="budget"><header><b>Sharing</b><span>${cache.dedup_ratio ? `${cache.dedup_ratio.toFixed(2)} ×` : "–"}</span></header><small>${cache.dedup_ratio ? "size without sharing, compared with the actual size" : "no KV cache yet"}</small></div>
     <div class="budget"><header><b>Reused</b><span>${percent(cache.hit_rates.all)}</span></header><${Bar} parts=${["hot", "pool", "disk", "computed"].map((name) => [name, cache.reuse[name]])} label="prompt tokens by source" /><small>of ${short(Object.values(cache.reuse).reduce((a, b) => a + b, 0))} prompt tokens</small></div>
   </div>`;
 }

@@ -80,26 +80,26 @@ const CHARTS = [
   {
     title: "Time to first token",
     lines: [
-      ["p50", "--disk", () => quantile(TTFT, 0.5)],
-      ["p95", "--hot", () => quantile(TTFT, 0.95)],
+      ["median", "--disk", () => quantile(TTFT, 0.5)],
+      ["95 % within", "--hot", () => quantile(TTFT, 0.95)],
     ],
     show: seconds,
   },
   {
     title: "Time between tokens",
     lines: [
-      ["p50", "--disk", () => quantile(ITL, 0.5)],
-      ["p95", "--hot", () => quantile(ITL, 0.95)],
+      ["median", "--disk", () => quantile(ITL, 0.5)],
+      ["95 % within", "--hot", () => quantile(ITL, 0.95)],
     ],
     show: seconds,
   },
   {
-    title: "Prompt tokens per second, by source",
+    title: "Prompt tokens per second: reused or computed",
     isStacked: true,
     lines: [
-      ["hot", "--hot", () => rate(reused("hot"))],
-      ["pool", "--pool", () => rate(reused("pool"))],
-      ["disk", "--disk", () => rate(reused("disk"))],
+      ["still open", "--hot", () => rate(reused("hot"))],
+      ["from memory", "--pool", () => rate(reused("pool"))],
+      ["from disk", "--disk", () => rate(reused("disk"))],
       ["computed", "--computed", () => rate("semantic_tokens_prefilled_total")],
     ],
     show: (value) => short(value),
@@ -224,9 +224,9 @@ export function Now({ go }) {
       <${Figure} name="running" value=${running.length - waiting} />
       <${Figure} name="waiting" value=${waiting} />
       <${Figure} name="tokens/s" value=${short(latest(rate("semantic_tokens_generated_total")) ?? 0)} />
-      <${Figure} name="first token p50" value=${seconds(lastKnown(quantile(TTFT, 0.5)))} note=${`p95 ${seconds(lastKnown(quantile(TTFT, 0.95)))}`} />
-      <${Figure} name="between tokens p50" value=${seconds(lastKnown(quantile(ITL, 0.5)))} note=${`p95 ${seconds(lastKnown(quantile(ITL, 0.95)))}`} />
-      <${Figure} name="reused" value=${percent(cache?.hit_rates.all)} note=${cache ? `${short(cache.replies)} replies` : ""} />
+      <${Figure} name="to the first token" value=${seconds(lastKnown(quantile(TTFT, 0.5)))} note=${`median; 95 % within ${seconds(lastKnown(quantile(TTFT, 0.95)))}`} />
+      <${Figure} name="between tokens" value=${seconds(lastKnown(quantile(ITL, 0.5)))} note=${`median; 95 % within ${seconds(lastKnown(quantile(ITL, 0.95)))}`} />
+      <${Figure} name="of prompts reused" value=${percent(cache?.hit_rates.all)} note=${cache ? `${short(cache.replies)} replies` : ""} />
     </div>
     ${fault && html`<p class="fault">${fault}</p>`}
     <div class="columns">

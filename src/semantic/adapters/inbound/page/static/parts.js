@@ -1,5 +1,9 @@
 // Components and helpers of several views: number formats, icons, bars, dialogs, lists, text.
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
+import { copyText } from "./clipboard.js";
+import { known } from "./server.js";
+
+export { Prose } from "./markdown.js";
 
 export const STARTER = "smollm2-135m-instruct";
 export const STARTER_NOTE = "This is a demonstration model: it is fast, but its answers are poor. The view Models lists better ones for this machine.";
@@ -58,14 +62,27 @@ const PATHS = {
   send: "M3 9h11M10 4l5 5-5 5",
   stop: "M5 5h8v8H5z",
   plus: "M9 3v12M3 9h12",
+  image: "M3 4h12v10H3zM3 12l3.5-4 3 3 2-2 3.5 3.5M11.5 7h.01",
   copy: "M6 6h8v9H6zM4 12V3h8",
   back: "M11 4L6 9l5 5",
+  compare: "M3 3h5v12H3zM10 3h5v12h-5zM5 6.5h1M5 9.5h1M12 6.5h1M12 9.5h1",
+  swap: "M3 6h11M11 3l3 3-3 3M15 12H4M7 9l-3 3 3 3",
+  list: "M3 5h12M3 9h12M3 13h12",
+  options: "M3 5h6M13 5h2M3 13h2M9 13h6M11 3v4M7 11v4",
+  tool: "M11.5 3a4 4 0 00-3.8 5.3L3 13l2 2 4.7-4.7A4 4 0 0015 6.5l-2.5 1-2-2z",
 };
 
 export const Icon = ({ name }) =>
   html`<svg class="icon" viewBox="0 0 18 18" aria-hidden="true"><path d=${PATHS[name]} /></svg>`;
 
-export const Tier = ({ tier }) => html`<span class="tier ${tier}">${tier}</span>`;
+/** Where an agent's KV cache is, by the API's name for it, and what that means for its next turn. */
+export const TIERS = {
+  hot: ["in memory", "Its next turn starts at once"],
+  warm: ["on disk", "Its next turn reads what is computed from disk, which is much faster than computing it"],
+  cold: ["not cached", "Its next turn computes the conversation again"],
+};
+
+export const Tier = ({ tier }) => html`<span class="tier ${tier}" title=${TIERS[tier][1]}>${TIERS[tier][0]}</span>`;
 
 /** A bar of `[name, value]` parts relative to `whole`; the name selects the colour. */
 export function Bar({ parts, whole, label, isThick }) {
@@ -77,46 +94,80 @@ export function Bar({ parts, whole, label, isThick }) {
   </span>`;
 }
 
-export const SOURCES = ["hot", "pool", "disk", "computed", "drafted"];
-const SOURCE_TEXT = {
-  hot: "from an open working copy",
-  pool: "from blocks in memory",
-  disk: "read from disk",
-  computed: "computed",
-  drafted: "accepted draft tokens of the reply",
+/** Where tokens came from, by the API's name: a label, and what it means. */
+const SOURCES = {
+  hot: ["still open", "reused from the conversation, which was still open"],
+  pool: ["from memory", "reused from memory"],
+  disk: ["from disk", "reused from disk"],
+  computed: ["computed", "computed"],
+  drafted: ["from drafts", "of the reply drafted from earlier text and confirmed by the model, which is faster"],
 };
 
 /** The sources of a prompt's tokens, and the number of accepted draft tokens of the reply. */
 export function ReuseBar({ reuse, hasText = true }) {
-  const parts = SOURCES.map((name) => [name, reuse[name] ?? 0]).filter(([, count]) => count);
-  const said = parts.map(([name, count]) => `${number(count)} ${SOURCE_TEXT[name]}`).join(", ");
+  const parts = Object.keys(SOURCES).map((name) => [name, reuse[name] ?? 0]).filter(([, count]) => count);
+  const said = parts.map(([name, count]) => `${number(count)} ${SOURCES[name][1]}`).join(", ");
   return html`<span class="reuse" title=${`Tokens: ${said}`}>
     <${Bar} parts=${parts} label=${said} />
     ${hasText && html`<span class="key">
-      ${parts.map(([name, count]) => html`<span><i class=${`dot ${name}`} />${number(count)} ${name}</span>`)}
+      ${parts.map(([name, count]) => html`<span><i class=${`dot ${name}`} />${number(count)} ${SOURCES[name][0]}</span>`)}
     </span>`}
   </span>`;
 }
 
 // -- controls ----------------------------------------------------------------------------------
 
-export const Button = ({ icon, children, title, kind = "", ...rest }) =>
-  html`<button type="button" class=${kind} title=${title} aria-label=${title} ...${rest}>
+/** A button; while the server does not answer it is disabled, unless it works without (`isLocal`). */
+export const Button = ({ icon, children, title, kind = "", isLocal = false, disabled = false, ...rest }) =>
+  html`<button type="button" class=${kind} title=${title} aria-label=${children ? null : title} disabled=${disabled || (!isLocal && known.link === "down")} ...${rest}>
     ${icon && html`<${Icon} name=${icon} />`}${children && html`<span>${children}</span>`}
   </button>`;
 
 export function Copy({ text, label = "Copy" }) {
   const [isDone, setDone] = useState(false);
   const copy = async () => {
-    await navigator.clipboard.writeText(text);
+    await copyText(text);
     setDone(true);
     setTimeout(() => setDone(false), 1200);
   };
-  return html`<${Button} icon="copy" kind="quiet" title="Copy" onClick=${copy}>${isDone ? "Copied" : label}<//>`;
+  return html`<${Button} icon="copy" kind="quiet" isLocal title="Copy" onClick=${copy}>${isDone ? "Copied" : label}<//>`;
+}
+
+/** A button that opens a sheet of further controls; a form stays open until one leaves it. */
+export function Menu({ label, icon = "more", text, isForm = false, children }) {
+  const box = useRef();
+  useEffect(() => {
+    const leave = (event) => {
+      if (box.current.open && !box.current.contains(event.target)) box.current.open = false;
+    };
+    for (const kind of ["pointerdown", "focusin"]) addEventListener(kind, leave);
+    return () => ["pointerdown", "focusin"].forEach((kind) => removeEventListener(kind, leave));
+  }, []);
+  const close = () => {
+    box.current.open = false;
+    box.current.firstElementChild.focus();
+  };
+  const press = (event) => {
+    const items = [...box.current.querySelectorAll(".sheet button")];
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (event.key === "Escape" && box.current.open) {
+      close();
+    } else if (step && !isForm && items.length) {
+      box.current.open = true;
+      const here = items.indexOf(document.activeElement);
+      items.at(here < 0 && step < 0 ? -1 : (here + step) % items.length).focus();
+    } else return;
+    event.stopPropagation();
+    event.preventDefault();
+  };
+  return html`<details class="menu" ref=${box} onKeyDown=${press}>
+    <summary class="button" title=${label} aria-label=${label}><${Icon} name=${icon} />${text && html`<span>${text}</span>`}</summary>
+    <div class=${`sheet ${isForm ? "" : "list"}`} onClick=${() => isForm || close()}>${children}</div>
+  </details>`;
 }
 
 /** A dialog with a form; `onDone` receives the form's values. */
-export function Dialog({ title, children, onDone, onClose, action = "OK" }) {
+export function Dialog({ title, children, onDone, onClose, action = "OK", isLocal = false }) {
   const dialog = useRef();
   useEffect(() => {
     dialog.current.showModal();
@@ -131,8 +182,8 @@ export function Dialog({ title, children, onDone, onClose, action = "OK" }) {
       <h2>${title}</h2>
       ${children}
       <footer>
-        <${Button} onClick=${onClose}>Cancel<//>
-        <button class="main">${action}</button>
+        <${Button} isLocal onClick=${onClose}>Cancel<//>
+        <button class="main" disabled=${!isLocal && known.link === "down"}>${action}</button>
       </footer>
     </form>
   </dialog>`;
@@ -170,23 +221,6 @@ export function Rows({ rows, height, draw, focus = -1, label }) {
 }
 
 // -- text --------------------------------------------------------------------------------------
-
-function inline(text) {
-  return text.split(/(`[^`\n]+`|\*\*[^*\n]+\*\*)/).map((piece) => {
-    if (piece.startsWith("`") && piece.length > 2) return html`<code>${piece.slice(1, -1)}</code>`;
-    if (piece.startsWith("**") && piece.length > 4) return html`<b>${piece.slice(2, -2)}</b>`;
-    return piece;
-  });
-}
-
-/** Renders code, bold words and paragraphs; shows other Markdown as plain text. */
-export function Prose({ text }) {
-  return text.split(/^(```[^\n]*\n[\s\S]*?(?:^```[ \t]*$|$(?![\s\S])))/m).map((piece) => {
-    if (!piece.startsWith("```")) return piece.trim() && html`<p>${inline(piece.trim())}</p>`;
-    const code = piece.replace(/^```[^\n]*\n/, "").replace(/\n?```\s*$/, "");
-    return html`<div class="code"><${Copy} text=${code} /><pre>${code}</pre></div>`;
-  });
-}
 
 export const textOf = (message) =>
   message.content

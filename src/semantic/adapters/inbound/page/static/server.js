@@ -365,5 +365,7 @@ export function say(text, { undo, isFault = false, ms = 7000, onGone } = {}) {
   return toast;
 }
 
-export const sayFault = (error) =>
-  error.name !== "AbortError" && error.status !== 401 && say(error.message, { isFault: true });
+// While the server does not answer, the banner says so; a toast for each request would only repeat it.
+const isKnown = ({ name, status }) => name === "AbortError" || status === 401 || (status === 0 && known.link !== "live");
+
+export const sayFault = (error) => isKnown(error) || say(error.message, { isFault: true });

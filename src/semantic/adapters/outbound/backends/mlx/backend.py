@@ -7,6 +7,7 @@ step: tokens sampled on the device feed the next step before the host has read t
 """
 
 import logging
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,13 +23,20 @@ from semantic.adapters.outbound.backends.mlx.caches import UnsupportedCacheError
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda import kernels
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import Transfer
+from semantic.adapters.outbound.backends.mlx.device_limits import (
+    MemoryPlan,
+    device_total,
+    is_out_of_memory,
+    limit_device_memory,
+)
 from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
 from semantic.adapters.outbound.backends.mlx.loading import MlxModel, MlxOptions
 from semantic.adapters.outbound.backends.mlx.payloads import SnapshotTicket
 from semantic.adapters.outbound.backends.mlx.rows import PendingRow
 from semantic.adapters.outbound.backends.mlx.runner import MlxRunner
+from semantic.adapters.outbound.backends.mlx.vision.tower import lag
 from semantic.adapters.outbound.backends.sampler import check_draw
-from semantic.domain.errors import BackendError
+from semantic.domain.errors import BackendError, PoolExhaustedError, SemanticError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
     Chunk,
@@ -46,6 +54,7 @@ from semantic.ports.backend import (
 _LOG = logging.getLogger(__name__)
 _CLEAR_INTERVAL = 256  # steps between two releases of unused buffers
 _MAX_DRAFT = 16
+_LEAST_CONTEXT = 1024  # a device without room for this many tokens is refused
 _DEVICE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, MemoryError)
 
 
@@ -61,16 +70,25 @@ class MlxStepTicket:
     held: tuple[object, ...] = ()
 
 
+def _step_error(error: Exception) -> SemanticError:
+    """Build the error of a step; after a failed allocation, release what MLX caches."""
+    if not is_out_of_memory(error):
+        return BackendError(f"device error: {error}")
+    mx.clear_cache()
+    return PoolExhaustedError(f"the device is out of memory: {error}", retry_after_s=5)
+
+
 class MlxBackend(SequenceBackend[MlxSequence]):
     """`ModelBackendPort` over a directory that mlx-lm can load."""
 
     def __init__(self, loaded: MlxModel) -> None:
         try:
-            self._runner = MlxRunner(loaded.model, loaded.make_caches)
+            self._runner = MlxRunner(loaded.model, loaded.make_caches, loaded.inputs)
         except UnsupportedCacheError as error:
             raise loading.refusal(loaded.spec, str(error)) from error
         except loading.LIBRARY_ERRORS as error:
             raise loading.library_refusal(loaded.spec, error) from error
+        self._tower = loaded.tower
         layout = self._runner.layout
         spec = loaded.spec.completed(layout.layers, self._runner.vocab_size)
         if loaded.spec.is_known and spec.layers != loaded.spec.layers:
@@ -78,6 +96,9 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         held = [part for part in layout.parts if part.shapes]
         kept = next((part for part in held if part.kind is not LayerKind.STATE), held[0])
         dtype = str(kept.dtypes[0]).removeprefix("mlx.core.")
+        self._plan = MemoryPlan(
+            device_total(loaded.device_bytes), loaded.num_bytes, loaded.kv_bytes
+        )
         traits = Traits(
             1,
             f"mlx.v1.{dtype}{'.full' * loaded.is_expanded}{spec.layout_tag(loaded.spec)}",
@@ -85,12 +106,15 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             loading.describe(dtype, loaded.reason),
             # Draft tokens are rows of a pass; in a ring, rejected ones overwrite older tokens.
             max_draft=_MAX_DRAFT if self._runner.can_draft else 0,
-            **({"draft_end": spec.window} if spec.window else {}),
+            draft_end=spec.window or sys.maxsize,
+            accepts_images=loaded.tower is not None,
+            needs_whole_images=loaded.tower is not None and loaded.tower.is_bidirectional,
+            kv_room=self._plan.kv_room,
         )
         super().__init__(spec, traits, MlxSequence)
         self._device = mx.default_device()
-        cuda.bound_unused_memory()
-        self._num_steps = 0
+        self._require_room()
+        self._num_steps = self._kv_bytes = 0
         self._held: list[object] = []
         self._num_running = 0
         memory = loaded.memory
@@ -100,6 +124,19 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             self._transfer.prepare(counts, kept.dtypes[0])
         host_memory.use_device_memory(None if memory is None else memory.allocate)
         kernels.report_compiled()
+        limit_device_memory(self._plan)
+
+    def _require_room(self) -> None:
+        """Refuse a model that leaves no room for sequences; log how long they may be."""
+        plan, room, spec = self._plan, self._plan.kv_room, self._spec
+        if room is None:
+            return
+        sizes = f"{plan.total >> 20:,} MB of device memory, weights {plan.weights >> 20:,} MB"
+        least = min(_LEAST_CONTEXT, spec.max_context)
+        if room < self.bytes_for([least]):
+            raise loading.refusal(spec, f"{sizes}: no room for {least} tokens of KV cache")
+        if room < self.bytes_for([spec.max_context]):
+            _LOG.warning("%s: KV cache of running requests is limited to %d MB", sizes, room >> 20)
 
     @classmethod
     def from_directory(
@@ -148,8 +185,9 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             self._num_steps += 1
             if self._num_steps % _CLEAR_INTERVAL == 0 and not cuda.is_in_use():
                 mx.clear_cache()
+            self._kv_bytes = self.memory()  # other threads must not walk the sequences
         except _DEVICE_ERRORS as error:
-            raise BackendError(f"device error: {error}") from error
+            raise _step_error(error) from error
         held, self._held = tuple(self._held), []
         self._num_running += 1
         return MlxStepTicket(tuple(rows), held)
@@ -161,7 +199,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         try:
             output = StepOutput(tuple(self._finish(row) for row in ticket.rows))
         except _DEVICE_ERRORS as error:
-            raise BackendError(f"device error: {error}") from error
+            raise _step_error(error) from error
         if all(isinstance(row, RowFailed) for row in output.rows):
             self._held += ticket.held  # perhaps no row has waited for the step
         return output
@@ -174,7 +212,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             sums = mx.sum(hidden.astype(mx.float32), axis=0)
             mx.eval(sums, sequence.group_row()[0].arrays)
         except _DEVICE_ERRORS as error:
-            raise BackendError(f"device error: {error}") from error
+            raise _step_error(error) from error
         sequence.known[start : start + len(tokens)] = tokens
         values: list[float] = sums.tolist()
         return tuple(values)
@@ -216,23 +254,27 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         return sum(layout.nbytes(capacity_for(length)) for length in lengths if length)
 
     def memory(self) -> int:
-        return self._runner.groups.nbytes([*self._sequences.values()])
+        features = 0 if self._tower is None else self._tower.nbytes
+        return features + self._runner.groups.nbytes([*self._sequences.values()])
 
     def device_memory(self) -> DeviceMemory | None:
         """Return MLX's figures; if it reports no free memory, `used` is this process's memory."""
-        if self._device.type != mx.gpu:
+        total, cached = self._plan.total, mx.get_cache_memory()
+        if not total:
             return None
-        info = mx.device_info(self._device)
-        total = int(info.get("total_memory") or info.get("memory_size") or 0)
-        own = mx.get_active_memory() + mx.get_cache_memory()
-        used = total - int(info["free_memory"]) if "free_memory" in info else own
-        return DeviceMemory(used, total)
+        used = mx.get_active_memory() + cached
+        if self._device.type == mx.gpu:
+            info = mx.device_info(self._device)
+            total = int(info.get("total_memory") or info.get("memory_size") or total)
+            used = total - int(info["free_memory"]) if "free_memory" in info else used
+        return DeviceMemory(used, total, self._plan.weights, self._kv_bytes, cached)
 
     def shutdown(self) -> None:
         """Free everything, and on a worker thread also MLX's streams of that thread."""
         while self._sequences:
             self._sequences.popitem()[1].group = None  # breaks the reference cycle
         self._runner.release()
+        self._tower = None
         if self._transfer is not None:
             self._transfer.finish()
         self._held.clear()
@@ -253,7 +295,12 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         if chunk.draw is not None:
             for draw in chunk.draws:
                 check_draw(draw, self._spec.vocab_size)
-        return PendingRow(chunk, sequence, draft=self._verifiable(chunk, sequence))
+        row = PendingRow(chunk, sequence, draft=self._verifiable(chunk, sequence))
+        if self._tower is not None:
+            spans, end = self.images_of(chunk.seq), chunk.start + chunk.num_tokens
+            row.images = self._tower.chunk_images(spans, chunk.start, end)
+            sequence.lag = lag(spans, chunk.start) if self._tower.has_grid else 0
+        return row
 
     def _verifiable(self, chunk: Chunk, sequence: MlxSequence) -> tuple[int, ...]:
         """Return the draft tokens that fit the sequence's arrays; only decoded tokens have any."""

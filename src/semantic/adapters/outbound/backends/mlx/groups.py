@@ -41,6 +41,7 @@ class MlxSequence:
         group: The group with its arrays; None while it holds no KV cache.
         last_token: The token sampled after the last one.
         copying: The last copy of its KV cache to the host, if any.
+        lag: How far the position of its next token lags behind its index, because of images.
     """
 
     known: list[int]
@@ -51,6 +52,7 @@ class MlxSequence:
     last_token: PendingToken | None = None
     last_step: int = 0
     copying: Copying | None = None
+    lag: int = 0
 
     def group_row(self) -> tuple["Group", int]:
         if self.group is None:

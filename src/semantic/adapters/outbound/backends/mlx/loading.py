@@ -22,7 +22,14 @@ from semantic.adapters.outbound.backends.mlx.cuda import kernels, prompts, tunin
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import Transfer
 from semantic.adapters.outbound.backends.mlx.cuda.weights import WeightReader
 from semantic.adapters.outbound.backends.mlx.runtime import import_library
+from semantic.adapters.outbound.backends.mlx.vision.loading import (
+    library_options,
+    prepare_language_model,
+    read_tower,
+)
+from semantic.adapters.outbound.backends.mlx.vision.tower import LanguageInputs, MlxTower
 from semantic.adapters.outbound.backends.pinned import PinnedMemory, shared_memory
+from semantic.adapters.outbound.vision.processors import read_vision_settings
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute, LayerKind, ModelCacheSpec
 
@@ -50,6 +57,8 @@ class MlxOptions:
             with full they are expanded.
         pinned_bytes: On CUDA, size of the pinned host memory for copies of weights and KV cache;
             0 disables it.
+        device_bytes: Limit of the device's memory; 0 is all of a GPU's, and no limit on a CPU.
+        kv_bytes: Limit of the KV cache by the settings; 0 is none.
         group: The distributed group of processes that share the model; None loads all of it here.
     """
 
@@ -57,6 +66,8 @@ class MlxOptions:
     device: Device = "auto"
     weights: Literal["auto", "full"] = "auto"
     pinned_bytes: int = 0
+    device_bytes: int = 0
+    kv_bytes: int = 0
     group: Any = None
 
 
@@ -67,6 +78,8 @@ class MlxModel:
     Attributes:
         is_expanded: Its weights were quantised in the file and have been expanded.
         memory: Pinned host memory for its KV cache, if any.
+        tower: Computes features of images, if the model takes them; `inputs` gives it these.
+        device_bytes: See `MlxOptions`, like `kv_bytes`.
     """
 
     model: Any
@@ -75,6 +88,15 @@ class MlxModel:
     reason: str = ""
     is_expanded: bool = False
     memory: PinnedMemory | None = None
+    tower: MlxTower | None = None
+    inputs: LanguageInputs | None = None
+    device_bytes: int = 0
+    kv_bytes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the weights."""
+        return sum(_sizes_by_dtype(self.model).values())
 
 
 def choose_device(device: Device) -> None:
@@ -107,8 +129,9 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
         is_pinning = options.pinned_bytes and cuda.is_in_use() and kernels.can_compile()
         memory = shared_memory(options.pinned_bytes) if is_pinning else None
         with _fast_reading(memory):
+            overrides = config_overrides(config, spec)
             model, _ = utils.load_model(
-                directory, lazy=True, model_config=config_overrides(config, spec)
+                directory, lazy=True, model_config=overrides, **library_options(config)
             )
         is_expanded = "quantization" in config and _is_expanded(options.weights)
         if is_expanded:
@@ -121,6 +144,7 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
             model.shard(options.group)  # keeps only this process's share; no weights are read yet
         reason = _convert(model, options.dtype)
         mx.async_eval(model.parameters())
+        seeing = _read_tower(directory, config, model) if options.group is None else None
         layer = next((layer for layer in spec.layers if layer.kind is LayerKind.FULL), None)
         if layer is not None and cuda.is_in_use():
             prompts.plan(model, layer.num_kv_heads, layer.key_dim, spec.max_context)
@@ -132,7 +156,21 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
         raise
     except LIBRARY_ERRORS as error:
         raise library_refusal(spec, error, config.get("model_type")) from error
-    return MlxModel(model, spec, make_caches, reason, is_expanded, memory)
+    tower, inputs = seeing or (None, None)
+    limits = options.device_bytes, options.kv_bytes
+    return MlxModel(model, spec, make_caches, reason, is_expanded, memory, tower, inputs, *limits)
+
+
+def _read_tower(
+    directory: Path, config: Mapping[str, Any], model: Any
+) -> tuple[MlxTower, LanguageInputs] | None:
+    settings = read_vision_settings(directory, config)
+    if settings is None:
+        return None
+    sizes = _sizes_by_dtype(model)
+    floats = [dtype for dtype in sizes if mx.issubdtype(dtype, mx.floating)]
+    tower = read_tower(directory, config, settings, max(floats, key=lambda dtype: sizes[dtype]))
+    return tower, prepare_language_model(model, config, tower)
 
 
 def _fast_reading(memory: PinnedMemory | None) -> contextlib.AbstractContextManager[None]:
@@ -173,7 +211,11 @@ def library_refusal(
 def config_overrides(config: Mapping[str, Any], spec: ModelCacheSpec) -> dict[str, Any]:
     """Return config values that mlx-lm needs and that transformers 5 nests or omits."""
     if isinstance(inner := config.get("text_config"), Mapping):
-        return {"text_config": {**inner, **config_overrides(inner, spec)}}
+        outer = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+        text = {**outer, **inner, **config_overrides(inner, spec)}
+        # mlx-lm's Gemma 3 takes the size of the vocabulary from the outer config.
+        size = {"vocab_size": text["vocab_size"]} if "vocab_size" in text else {}
+        return {**size, "text_config": text}
     overrides = _rope(config.get("rope_parameters") or {})
     kinds = [layer.kind for layer in spec.layers]
     if {LayerKind.WINDOW, LayerKind.FULL} <= set(kinds):

@@ -7,6 +7,7 @@ import mlx.core as mx
 from semantic.adapters.outbound.backends.mlx.caches import Array
 from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
 from semantic.adapters.outbound.backends.mlx.sampling import PendingScores, PendingToken
+from semantic.adapters.outbound.backends.mlx.vision.tower import ChunkImages
 from semantic.adapters.outbound.backends.sampler import NOT_FINITE
 from semantic.ports.backend import LAST_SAMPLED, Chunk, Computed, Row, RowFailed, Sampled
 
@@ -18,6 +19,7 @@ class PendingRow:
     Attributes:
         mark: An output of the row's computation; when it is evaluated, the row is computed.
         scores: The log-probabilities of the chunk's targets; None if it has none.
+        images: The images in the chunk; None if it has none.
     """
 
     chunk: Chunk
@@ -27,6 +29,7 @@ class PendingRow:
     draft: tuple[int, ...] = ()
     later: list[PendingToken] = field(default_factory=list)
     scores: PendingScores | None = None
+    images: ChunkImages | None = None
 
     def finish(self) -> Row:
         row = self._finish()

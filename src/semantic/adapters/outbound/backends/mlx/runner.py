@@ -39,7 +39,9 @@ from semantic.adapters.outbound.backends.mlx.sampling import (
     draw_rows,
     input_tokens,
 )
+from semantic.adapters.outbound.backends.mlx.vision.tower import ChunkImages, LanguageInputs
 from semantic.domain.errors import InvalidRequestError
+from semantic.domain.images.spans import is_image_id
 from semantic.domain.spec import LayerKind
 
 Tokens: TypeAlias = tuple[int, ...] | PendingToken
@@ -70,13 +72,23 @@ class MlxRunner:
         can_draft: Whether draft tokens can be rows of a pass, and be dropped afterwards.
     """
 
-    def __init__(self, model: Any, make_caches: Callable[[], list[Any]]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        make_caches: Callable[[], list[Any]],
+        inputs: LanguageInputs | None = None,
+    ) -> None:
         """Inspect the model's caches and determine how it can be batched.
+
+        Args:
+            model: Of mlx-lm.
+            make_caches: Returns its caches, empty.
+            inputs: Gives it features of images; None if it takes none.
 
         Raises:
             UnsupportedCacheError: it keeps something that cannot be saved and restored.
         """
-        self._model = model
+        self._model, self._inputs = model, inputs
         self._last = LastToken()
         self._nesting = make_caches()
         self.layout, logits = probe(model, make_caches)
@@ -120,12 +132,14 @@ class MlxRunner:
                 )
             by_sequence[sequence] = row
             tokens = tokens_of(row)
-            most = self._max_short if sequence.length and not chunk.targets else 0
+            is_plain = sequence.length and not chunk.targets and row.images is None
+            most = self._max_short if is_plain else 0
             if isinstance(tokens, PendingToken) or len(tokens) <= most:
                 last[sequence] = tokens
                 continue
             num_kept = len(tokens) if chunk.targets else 1
-            logits = self.extend(sequence, mx.array(tokens, mx.int32), num_kept)
+            ids = [0 if is_image_id(token) else token for token in tokens]
+            logits = self.extend(sequence, mx.array(ids, mx.int32), num_kept, row.images)
             if chunk.targets:
                 scored = logits[: len(chunk.targets)]
                 row.scores = PendingScores(scored, chunk.targets, chunk.num_top)
@@ -177,10 +191,16 @@ class MlxRunner:
                 drawn.append(row.later[draft_number - 1] if draft_number else row.token)
         return [*_draw(logits, drawn), logits]  # also computes the rows that sample no token
 
-    def extend(self, sequence: MlxSequence, tokens: Array, num_kept: int = 1) -> Array:
+    def extend(
+        self,
+        sequence: MlxSequence,
+        tokens: Array,
+        num_kept: int = 1,
+        images: ChunkImages | None = None,
+    ) -> Array:
         """Compute tokens of one sequence; returns the logits after the last ones, lazily."""
         self._last.num_kept = num_kept
-        return self._through(self._model, sequence, tokens)[0, -num_kept:]
+        return self._through(self._model, sequence, tokens, images)[0, -num_kept:]
 
     def hidden(self, sequence: MlxSequence, tokens: Array) -> Array:
         """Compute tokens of one sequence; returns the last hidden state of each, lazily.
@@ -194,7 +214,13 @@ class MlxRunner:
             )
         return self._through(self._body, sequence, tokens)[0, : tokens.shape[0]]
 
-    def _through(self, run: Callable[..., Array], sequence: MlxSequence, tokens: Array) -> Array:
+    def _through(
+        self,
+        run: Callable[..., Array],
+        sequence: MlxSequence,
+        tokens: Array,
+        images: ChunkImages | None = None,
+    ) -> Array:
         """Run tokens of one sequence through the model or a part of it; mutates the sequence."""
         length, num_tokens = sequence.length, tokens.shape[0]
         capacity = capacity_for(max(length + num_tokens, len(sequence.known)))
@@ -202,11 +228,17 @@ class MlxRunner:
             group = Group(capacity, [], [sequence])
         else:
             group = self.groups.isolate(sequence, capacity)
-        self._last.num_padding = self._num_padding(num_tokens, group.capacity - length)
+        room = 0 if images else group.capacity - length
+        self._last.num_padding = self._num_padding(num_tokens, room)
         if self._last.num_padding:
             tokens = mx.pad(tokens, (0, self._last.num_padding))
         caches = self.layout.thaw(group.arrays or None, length, group.capacity)
-        output = run(tokens[None], cache=caches)
+        if self._inputs is not None:
+            self._inputs.set_lags([sequence.lag])
+        if images is not None and self._inputs is not None:
+            output = self._inputs.run(run, tokens[None], caches, images)
+        else:
+            output = run(tokens[None], cache=caches)
         group.arrays = self.layout.freeze(caches, length + num_tokens, group.capacity)
         sequence.group = group
         sequence.length += num_tokens
@@ -288,6 +320,9 @@ class MlxRunner:
             logits = self._compiled.run(kernels, tokens)
             logits = logits[:start] if steps[-1].num_padding else logits
         else:
+            if self._inputs is not None:
+                order = (row for rows in members for row, _ in _drafted_rows(rows, drafts or {}))
+                self._inputs.set_lags([row.lag for row in order])
             caches = views(self.layout, self._nesting, steps, kernels)
             logits = self._model(tokens[:, None], cache=caches)[:, -1]
         self.latest = logits
@@ -297,7 +332,7 @@ class MlxRunner:
         return logits
 
     def release(self) -> None:
-        self._model = self._body = None
+        self._model = self._body = self._inputs = None
         self._compiled.release()
         self.latest = None
         self.layout.release()
@@ -410,7 +445,7 @@ def _drafted_rows(
     group: Sequence[MlxSequence], drafts: Mapping[MlxSequence, tuple[int, ...]]
 ) -> list[tuple[MlxSequence, int]]:
     """Return a group's rows in step order: all sequences, then all draft tokens from 1 on."""
-    drafted = [(row, number) for row in group for number in range(1, len(drafts[row]) + 1)]
+    drafted = [(row, n) for row in group for n in range(1, len(drafts.get(row, ())) + 1)]
     return [*((row, 0) for row in group), *drafted]
 
 

@@ -41,24 +41,25 @@ def has_cuda_build() -> bool:
     return False
 
 
+def has_nvidia_driver() -> bool:
+    """Whether this machine runs NVIDIA's driver."""
+    return Path("/dev/nvidiactl").exists()
+
+
 def is_preferred() -> bool:
     """Whether MLX is the better choice on this machine, determined without importing it."""
     if importlib.util.find_spec("mlx_lm") is None:
         # On a Mac with neither library, the installation hint should name MLX.
         return is_apple_silicon() and importlib.util.find_spec("torch") is None
-    return is_apple_silicon() or (has_cuda_build() and Path("/dev/nvidiactl").exists())
+    return is_apple_silicon() or (has_cuda_build() and has_nvidia_driver())
 
 
 def prepare(num_threads: int = 0) -> None:
-    """Disable TF32, and load a fast BLAS where MLX ships the reference BLAS. Idempotent.
-
-    On CUDA, MLX by default multiplies float32 in TF32, with ten bits of mantissa: a reply then
-    depends on the other rows of its batch. Other formats are not affected.
+    """Load a fast BLAS where MLX ships the reference BLAS, and tune MLX on CUDA. Idempotent.
 
     Args:
         num_threads: Threads of that BLAS; 0 means all cores.
     """
-    os.environ.setdefault("MLX_ENABLE_TF32", "0")
     if has_cuda_build():
         for name, value in _CUDA_SETTINGS.items():
             os.environ.setdefault(name, value)

@@ -155,7 +155,8 @@ def _choose(logits: Array, rows: Sequence[PendingToken]) -> Array:
     temperatures = mx.array([1.0 if p.is_greedy else max(p.temperature, _COLDEST) for p in params])[
         :, None
     ]
-    numbers = [_number(p, row.position) for p, row in zip(params, rows, strict=True)]
+    places = [row.draw.num_before + row.position for row in rows]
+    numbers = [_number(p, place) for p, place in zip(params, places, strict=True)]
     wide = logits.astype(mx.float32)
     weights = mx.exp((wide - mx.max(wide, axis=-1, keepdims=True)) / temperatures)
     sums = mx.cumsum(weights, axis=-1)

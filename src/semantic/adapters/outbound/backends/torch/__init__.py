@@ -1,6 +1,6 @@
 """Hugging Face models on PyTorch.
 
-1. `loading.py` chooses device, number format and thread count, and loads the transformers model.
+1. `loading.py` chooses number format and thread count, and loads the transformers model.
    `forward.py` reads from the library's cache what the model keeps, and chooses how steps run: all
    sequences packed into one call, or each in a call of its own. `reading.py` reads weights that
    stay quantised into the modules of `grouped.py` and `experts.py`, `shares.py` one rank's share of
@@ -13,4 +13,6 @@
    and `decoding.py` runs whole steps of the most common models in one call of it. `plain.py` builds
    Llama-like models from their files without importing transformers, which would take most of the
    start time.
+4. `vision/` computes features of images and merges them with the embeddings of tokens.
+5. `mtp/` drafts tokens with the model's own head, if it has one.
 """

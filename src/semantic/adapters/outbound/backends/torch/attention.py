@@ -2,7 +2,8 @@
 
 All chunks of a step lie in one row without padding. For each chunk, the function appends the new
 keys and values to the chunk's sequence's buffers and attends within that sequence only. It supports
-full attention, sliding windows, attention sinks (GPT-OSS) and capped scores (Gemma 2).
+full attention, sliding windows, attention sinks (GPT-OSS), capped scores (Gemma 2) and attention in
+both directions within an image (Gemma 3).
 """
 
 from collections.abc import Sequence
@@ -63,7 +64,11 @@ def packed_attention(
         first = span.sequence.length + 1 - rules.window if rules.window else 0
         if first > 0:
             keys, values = keys[:, :, first:], values[:, :, first:]
-        outputs.append(_attend(rows[0], keys, values, rules).transpose(1, 2))
+        if span.features is not None and span.features.blocks:
+            attended = _attend_in_blocks(rows[0], keys, values, rules, span.features.blocks)
+        else:
+            attended = _attend(rows[0], keys, values, rules)
+        outputs.append(attended.transpose(1, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
@@ -71,7 +76,7 @@ def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: _Rules
 ) -> torch.Tensor:
     # The CPU's fused kernel also returns each query's log-sum-exp, which allows merging parts.
-    is_fused = query.device.type == "cpu" and query.shape[3] == values.shape[3]
+    is_fused = query.shape[3] == values.shape[3]
     if rules.softcap is not None or (rules.sinks is not None and not is_fused):
         return _attend_by_hand(query, keys, values, rules)
     if not is_fused:
@@ -89,6 +94,27 @@ def _attend(
     # A sink adds to the softmax's denominator and has no value.
     shares = torch.sigmoid(totals - rules.sinks.float()[:, None])
     return (attended * shares[..., None]).to(attended.dtype)
+
+
+def _attend_in_blocks(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rules: _Rules,
+    blocks: Sequence[tuple[int, int]],
+) -> torch.Tensor:
+    """Attend causally, and in both directions among the queries of each block."""
+    num_queries, num_keys = query.shape[2], keys.shape[2]
+    if rules.softcap is not None or rules.sinks is not None:
+        raise BackendError("attention in both directions with capped scores is not supported")
+    mask = _mask(num_queries, num_keys, rules.window, query.dtype).clone()
+    first = num_keys - num_queries
+    for start, end in blocks:
+        block = mask[start:end, first + start : first + end]
+        block.masked_fill_(torch.ones_like(block, dtype=torch.bool).triu(), 0)
+    return functional.scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, scale=rules.scaling, enable_gqa=True
+    )
 
 
 def _attend_by_library(
@@ -168,7 +194,7 @@ def _attend_by_hand(
     scores = (grouped @ keys[0][:, None].transpose(-1, -2)).float() * rules.scaling
     if rules.softcap is not None:
         scores = rules.softcap * torch.tanh(scores / rules.softcap)
-    scores += _mask(num_queries, keys.shape[2], rules.window, torch.float32, query.device)
+    scores += _mask(num_queries, keys.shape[2], rules.window, torch.float32)
     if rules.sinks is not None:
         # A sink adds to the softmax's denominator and has no value.
         sinks = rules.sinks.float().view(keys.shape[1], -1, 1, 1)
@@ -182,21 +208,19 @@ def _mask_if_needed(query: torch.Tensor, num_keys: int, window: int | None) -> t
     num_queries = query.shape[2]
     if num_keys == num_queries and not (window and num_queries > window):
         return None
-    return _mask(num_queries, num_keys, window, query.dtype, query.device)
+    return _mask(num_queries, num_keys, window, query.dtype)
 
 
 @lru_cache(maxsize=8)
-def _mask(
-    num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def _mask(num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
     """Return 0 where a query sees a key, -inf elsewhere; the queries are the last positions.
 
     Cached, because the layers of a step use the same few masks.
     """
-    ends = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
-    places = torch.arange(num_keys, device=device)[None, :]
+    ends = torch.arange(num_keys - num_queries, num_keys)[:, None]
+    places = torch.arange(num_keys)[None, :]
     is_seen = places <= ends
     if window:
         is_seen &= places > ends - window
-    mask = torch.zeros(num_queries, num_keys, dtype=dtype, device=device)
+    mask = torch.zeros(num_queries, num_keys, dtype=dtype)
     return mask.masked_fill_(~is_seen, -torch.inf)

@@ -22,12 +22,11 @@ from semantic.adapters.outbound.backends.common import (
     make_rows,
     verify,
 )
-from semantic.adapters.outbound.backends.pinned import shared_memory
+from semantic.adapters.outbound.backends.images import grid_positions
 from semantic.adapters.outbound.backends.sampler import NOT_FINITE, Logits, check_draw, sample
 from semantic.adapters.outbound.backends.torch import loading as torch_loading
 from semantic.adapters.outbound.backends.torch.decoding import Decoder
 from semantic.adapters.outbound.backends.torch.forward import LibraryForward
-from semantic.adapters.outbound.backends.torch.kv.copies import DeviceCopies
 from semantic.adapters.outbound.backends.torch.kv.payloads import Payloads, write_piece
 from semantic.adapters.outbound.backends.torch.kv.sequences import (
     ChunkSpan,
@@ -36,14 +35,23 @@ from semantic.adapters.outbound.backends.torch.kv.sequences import (
     capacity_for,
 )
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.adapters.outbound.backends.torch.mtp.head import HeadRow
+from semantic.adapters.outbound.backends.torch.mtp.state import (
+    MAX_ENTRIES,
+    MAX_HIDDEN,
+    HeadState,
+)
 from semantic.adapters.outbound.backends.torch.threads import ThreadCount
+from semantic.adapters.outbound.backends.torch.vision.tower import VisionTower
 from semantic.domain.errors import BackendError, InvalidRequestError
+from semantic.domain.images.spans import spans_within
 from semantic.domain.sampling import TokenLogprob
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
+    LAST_SAMPLED,
     Chunk,
     Computed,
-    DeviceMemory,
+    DraftHead,
     KVPayload,
     Row,
     RowFailed,
@@ -77,12 +85,13 @@ class TorchBackend(EagerBackend[TorchSequence]):
         num_threads = torch_loading.choose_threads(options.num_threads)
         torch.set_num_threads(num_threads)
         plan = torch_loading.make_plan(directory, options)
-        self._device, self._dtype = plan.device, plan.dtype
+        self._dtype = plan.dtype
         loaded = torch_loading.load_model(directory, spec, plan)
         self._model: Any = loaded.model
         self._runner = loaded.forward
         self._caches = self._runner.caches if isinstance(self._runner, LibraryForward) else None
-        self._decoder: Decoder | None = None
+        self._tower = loaded.tower
+        self._head = loaded.head if _can_draft(loaded) else None
         self._layout = KVLayout(loaded.spec.layers)
         self._state_bytes = sum(array.nbytes for array in loaded.states)
         self._payloads = Payloads(self._layout, loaded.states, self._dtype)
@@ -91,39 +100,48 @@ class TorchBackend(EagerBackend[TorchSequence]):
             f"torch.v1.{plan.number_format}{loaded.spec.layout_tag(spec)}",
             self._dtype.itemsize * 8,
             torch_loading.describe(plan),
-            0 if self._caches else _MAX_DRAFT,
+            _MAX_DRAFT if _can_draft(loaded) else 0,
+            accepts_images=self._tower is not None,
+            needs_whole_images=self._tower is not None and self._tower.is_bidirectional,
         )
         super().__init__(loaded.spec, traits, TorchSequence)
-        self._in_transfer: list[Sequence[KVPayload]] = []
-        if self._device.type == "cuda":
-            self._pin(options.pinned_bytes)
-        if loaded.decoder is not None:
-            self._check_decoder(loaded.decoder)
+        is_native = loaded.decoder is not None and self._agrees(loaded.decoder)
+        self._decoder: Decoder | None = loaded.decoder if is_native else None
         # The decoder's threads share the work of those without a core; PyTorch's do not.
-        is_adapted = self._device.type == "cpu" and self._decoder is None
-        self._threads = ThreadCount(num_threads) if is_adapted else None
+        self._threads = None if is_native else ThreadCount(num_threads)
 
-    def _pin(self, num_bytes: int) -> None:
-        memory = shared_memory(num_bytes) if num_bytes else None
-        if memory is not None:
-            memory.pin_rest()
-            self._payloads.copies = DeviceCopies(memory, self._device)
-        host_memory.use_device_memory(None if memory is None else memory.allocate)
+    @property
+    def head(self) -> DraftHead | None:
+        return self if self._head is not None else None
+
+    def draft(self, rows: Sequence[Chunk], count: int) -> list[tuple[int, ...]]:
+        found: dict[SequenceId, HeadRow] = {}
+        for chunk in rows:
+            sequence = self._sequences.get(chunk.seq)
+            if sequence is None or chunk.draw is None or chunk.tokens is LAST_SAMPLED:
+                continue
+            state = sequence.ahead
+            if state.num_hidden and state.end == sequence.length == chunk.start:
+                known = [*sequence.known[: chunk.start], *chunk.tokens]
+                found[chunk.seq] = HeadRow(state, known, chunk.draw)
+        if self._head is None or not found:
+            return [() for _ in rows]
+        try:
+            drafted = self._head.draft([*found.values()], count)
+        except (RuntimeError, IndexError) as error:
+            raise BackendError(f"the device failed: {error}") from error
+        by_sequence = dict(zip(found, drafted, strict=True))
+        return [by_sequence.get(chunk.seq, ()) for chunk in rows]
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         sequence, by_kind = self._sequences[seq], self._sort_parts(seq, parts, end)
         parts_read = [self._payloads.read(part) for part in (*by_kind.full, *by_kind.window)]
         states = None
         if by_kind.state is not None:
-            states = self._payloads.read_states(by_kind.state, self._device)
+            states = self._payloads.read_states(by_kind.state)
         self._grow(sequence, end)
-        if self._device.type != "cpu":
-            self._in_transfer.append(parts)  # the device still reads them
-        try:
-            for piece in (piece for pieces in parts_read for piece in pieces):
-                write_piece(sequence, piece, end)
-        except RuntimeError as error:
-            raise BackendError(f"copying KV cache to the device failed: {error}") from error
+        for piece in (piece for pieces in parts_read for piece in pieces):
+            write_piece(sequence, piece, end)
         if end > sequence.length:
             sequence.length, sequence.last_sampled = end, None
             sequence.window_start, sequence.has_state = end, not self._has_state
@@ -140,8 +158,6 @@ class TorchBackend(EagerBackend[TorchSequence]):
             plan = self._plan(step)
             spans = [span for span in plan if isinstance(span, ChunkSpan)]
             logits = self._forward(spans)
-            if spans:
-                self._in_transfer.clear()  # earlier copies to the device are complete
         except (RuntimeError, IndexError) as error:
             raise BackendError(f"the device failed: {error}") from error
         rows: list[Row] = []
@@ -180,34 +196,37 @@ class TorchBackend(EagerBackend[TorchSequence]):
     def bytes_for(self, lengths: Sequence[int]) -> int:
         # Buffers grow in steps, and window layers keep every token, too.
         per_token = self._layout.elements_per_token * self._dtype.itemsize
-        return sum(capacity_for(n) * per_token + self._state_bytes for n in lengths if n)
+        ahead = self._head_bytes
+        return sum(capacity_for(n) * per_token + self._state_bytes + ahead(n) for n in lengths if n)
+
+    def _head_bytes(self, length: int) -> int:
+        """Return the most bytes that the head keeps of a sequence."""
+        if self._head is None:
+            return 0
+        per_entry = self._layout.elements_per_token // len(self._layout.order)
+        hidden_size = self._model.config.hidden_size
+        elements = per_entry * min(length, MAX_ENTRIES) + hidden_size * min(length, 2 * MAX_HIDDEN)
+        return int(elements * self._dtype.itemsize)
 
     def memory(self) -> int:
         sequences = self._sequences.values()
-        return sum(s.nbytes + (self._state_bytes if s.cache is not None else 0) for s in sequences)
-
-    def device_memory(self) -> DeviceMemory | None:
-        if self._device.type != "cuda":
-            return None
-        free, total = torch.cuda.mem_get_info(self._device)
-        return DeviceMemory(total - free, total)
+        features = 0 if self._tower is None else self._tower.nbytes
+        return features + sum(
+            s.nbytes + s.ahead.nbytes + (self._state_bytes if s.cache is not None else 0)
+            for s in sequences
+        )
 
     def shutdown(self) -> None:
         self._sequences.clear()
-        self._model = self._decoder = None
+        self._model = self._decoder = self._tower = self._head = None
         del self._runner, self._caches
-        if self._payloads.copies is not None:
-            self._payloads.copies.finish()
         host_memory.collect_and_trim()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        else:
-            # On ARM, PyTorch's allocator (mimalloc) returns large blocks at the first allocation
-            # after a delay, and looks for others every 10,000 allocations of a thread.
-            time.sleep(_PURGE_S)
-            for _ in range(_COLLECTED_AFTER):
-                torch.empty(_COLLECTED_BYTES, dtype=torch.uint8)
-            torch.empty(_PURGE_BYTES, dtype=torch.uint8)
+        # On ARM, PyTorch's allocator (mimalloc) returns large blocks at the first allocation
+        # after a delay, and looks for others every 10,000 allocations of a thread.
+        time.sleep(_PURGE_S)
+        for _ in range(_COLLECTED_AFTER):
+            torch.empty(_COLLECTED_BYTES, dtype=torch.uint8)
+        torch.empty(_PURGE_BYTES, dtype=torch.uint8)
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -222,10 +241,20 @@ class TorchBackend(EagerBackend[TorchSequence]):
             if self._has_state and chunk.draw is not None:
                 check_draw(chunk.draw, self._spec.vocab_size)  # the state cannot be taken back
             self._grow(sequence, sequence.length + len(tokens))
+            span = ChunkSpan(chunk, sequence, tokens, offset)
+            if self._tower is not None:
+                self._add_images(span, self._tower)
             offset += len(tokens)
-            return ChunkSpan(chunk, sequence, tokens, offset - len(tokens))
+            return span
 
         return make_rows(step, place)
+
+    def _add_images(self, span: ChunkSpan, tower: VisionTower) -> None:
+        """Compute the features in a chunk, and the positions that follow from the images."""
+        images, start, end = self.images_of(span.chunk.seq), span.sequence.length, span.end
+        span.features = tower.chunk_features(spans_within(images, start, end), start, end)
+        if tower.has_grid and images and images[0].start < end:
+            span.positions = grid_positions(images, start, end)
 
     def _forward(self, spans: Sequence[ChunkSpan]) -> Logits:
         """Run the model over the packed row; returns the logits after each span.
@@ -240,7 +269,8 @@ class TorchBackend(EagerBackend[TorchSequence]):
             for span in spans
             for place in range(span.place.stop - _num_logits(span.chunk), span.place.stop)
         ]
-        forward = self._runner.step if self._decoder is None else self._decoder.step
+        is_native = self._decoder is not None and not any(map(_needs_modules, spans))
+        forward = self._decoder.step if is_native and self._decoder else self._runner.step
         return forward(spans, last)
 
     def _grow(self, sequence: TorchSequence, length: int) -> None:
@@ -248,7 +278,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
         if length <= sequence.capacity or not self._layout.shapes:
             return
         num_tokens = max(length, len(sequence.known))
-        buffers = self._layout.allocate(num_tokens, self._dtype, self._device)
+        buffers = self._layout.allocate(num_tokens, self._dtype)
         roomier = TorchSequence(sequence.known, buffers=buffers)
         if sequence.capacity:
             roomier.copy_buffers(sequence, sequence.length)
@@ -271,12 +301,14 @@ class TorchBackend(EagerBackend[TorchSequence]):
 
     def _cut(self, sequence: TorchSequence, num_tokens: int) -> None:
         sequence.length, sequence.last_sampled = num_tokens, None
+        sequence.ahead = HeadState()
         if num_tokens == 0:
             sequence.window_start, sequence.has_state, sequence.cache = 0, True, None
 
     # -- checks ---------------------------------------------------------------------------------
 
-    def _check_decoder(self, decoder: Decoder) -> None:
+    def _agrees(self, decoder: Decoder) -> bool:
+        """Whether a decoder computes what the model does."""
         spans, random = [], torch.Generator().manual_seed(0)
         for offset, (length, tokens) in enumerate(((5, (1,)), (37, (2, 3, 0)))):
             sequence = TorchSequence([0] * length)
@@ -288,12 +320,11 @@ class TorchBackend(EagerBackend[TorchSequence]):
         found = self._computed(spans, decoder.step)
         expected = self._computed(spans, self._runner.step)
         off = float((found - expected).norm() / expected.norm())
-        if off < _MAX_DIFFERENCE:
-            self._decoder = decoder
-        else:
+        if off >= _MAX_DIFFERENCE:
             _log.warning(
                 "native decode step disagrees with PyTorch; disabled", off_by=round(off, 4)
             )
+        return off < _MAX_DIFFERENCE
 
     def _computed(
         self,
@@ -309,6 +340,18 @@ class TorchBackend(EagerBackend[TorchSequence]):
             for state in span.sequence.buffers[0]
         ]
         return torch.cat([logits.flatten(), *states])
+
+
+def _can_draft(loaded: torch_loading.TorchModel) -> bool:
+    """Whether draft tokens can follow a token in one pass, and be dropped afterwards."""
+    if isinstance(loaded.forward, LibraryForward):
+        return loaded.spec.kinds == (LayerKind.FULL,) and not loaded.forward.is_stepwise
+    return True
+
+
+def _needs_modules(span: ChunkSpan) -> bool:
+    """Whether the C library cannot run a span: it neither adds to layers nor attends forward."""
+    return span.features is not None and bool(span.features.deep or span.features.blocks)
 
 
 def _num_logits(chunk: Chunk) -> int:
@@ -356,4 +399,6 @@ def _finish(span: ChunkSpan, logits: Logits) -> Row:
     end = span.end - num_wrong
     known[end : span.end] = replaced[end - start :]
     sequence.length, sequence.last_sampled = end, token
+    if span.hidden is not None:
+        sequence.ahead.add(start, span.hidden[: end - start])
     return row

@@ -30,6 +30,10 @@ from semantic.adapters.outbound.backends.torch.native.library import (
     NativeLayer,
     NativeModel,
 )
+from semantic.adapters.outbound.backends.torch.vision.merging import (
+    merged_embeddings,
+    row_positions,
+)
 from semantic.domain.spec import ModelCacheSpec
 
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -199,12 +203,11 @@ class Decoder:
 
     def step(self, spans: Sequence[ChunkSpan], last: Sequence[int]) -> Logits:
         """Run the model over the tokens of spans; returns the logits after the tokens at `last`."""
-        tokens = [token for span in spans for token in span.tokens]
         rows = np.array(list(_rows(spans)), np.int64)
         wanted = np.array(last, np.int32)
-        positions = torch.from_numpy(rows[:, 3][None])
+        positions = row_positions(spans)
         with torch.inference_mode():
-            hidden = self._embed(torch.tensor([tokens])).contiguous()
+            hidden = merged_embeddings(spans, self._embed).contiguous()
             tables = [_angles(self._rotary, kind, positions) for kind in self._ropes]
             cos, sin = (torch.cat(table).contiguous() for table in zip(*tables, strict=True))
         logits = np.empty((len(wanted), self._model.head.rows), np.float32)

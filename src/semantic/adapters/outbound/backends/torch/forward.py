@@ -9,12 +9,13 @@ load, each way is compared with the library's own forward over a few tokens.
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import structlog
 import torch
+from torch import nn
 
 from semantic.adapters.outbound.backends.sampler import Logits
 from semantic.adapters.outbound.backends.torch.attention import ATTENTION_NAME, packed_attention
@@ -27,6 +28,12 @@ from semantic.adapters.outbound.backends.torch.kv.sequences import (
     ChunkSpan,
     KVLayout,
     TorchSequence,
+)
+from semantic.adapters.outbound.backends.torch.vision.merging import (
+    deep_features,
+    merged_embeddings,
+    row_ids,
+    row_positions,
 )
 from semantic.domain.errors import BackendError
 from semantic.domain.spec import LayerSpec
@@ -52,19 +59,25 @@ class UnsupportedModelError(Exception):
 
 
 class PackedForward:
-    """Runs all chunks in one call, packed into one row; see `attention`."""
+    """Runs all chunks in one call, packed into one row; see `attention`.
 
-    def __init__(
-        self, model: Any, device: torch.device, order: Sequence[int] | None = None
-    ) -> None:
-        self._model, self._device, self._order = model, device, order
+    Attributes:
+        keeps_hidden: Whether steps keep the last hidden states, for a head that drafts tokens.
+    """
+
+    def __init__(self, model: Any, order: Sequence[int] | None = None) -> None:
+        self._model, self._order = model, order
+        self.keeps_hidden = False
 
     def step(self, spans: Sequence[ChunkSpan], last: Sequence[int]) -> Logits:
         """Return the logits after the tokens at the places `last` of the row."""
         with torch.inference_mode():
-            output = self._model(
-                **self._inputs(spans), logits_to_keep=torch.tensor([*last], device=self._device)
-            )
+            if self.keeps_hidden:
+                hidden = self._model.base_model(**self._inputs(spans)).last_hidden_state[0]
+                for span in spans:
+                    span.hidden = hidden[span.place]
+                return _logits(self._model, hidden[[*last]])
+            output = self._model(**self._inputs(spans), logits_to_keep=torch.tensor([*last]))
             logits: Logits = output.logits[0].float().cpu().numpy()
         return logits
 
@@ -77,14 +90,17 @@ class PackedForward:
     def _inputs(self, spans: Sequence[ChunkSpan]) -> dict[str, Any]:
         for span in spans:
             span.make_views(self._order)
-        packed = [token for span in spans for token in span.tokens]
-        positions = [place for span in spans for place in range(span.sequence.length, span.end)]
-        return {
-            "input_ids": torch.tensor([packed], device=self._device),
-            "position_ids": torch.tensor([positions], device=self._device),
+        inputs: dict[str, Any] = {
+            "position_ids": row_positions(spans),
             "use_cache": False,
             "spans": spans,
         }
+        if all(span.features is None for span in spans):
+            return {**inputs, "input_ids": row_ids(spans)}
+        embed = self._model.base_model.embed_tokens
+        inputs["inputs_embeds"] = merged_embeddings(spans, embed)
+        deep = deep_features(spans)
+        return inputs if deep is None else {**inputs, "deep": deep}
 
 
 class LibraryForward:
@@ -94,13 +110,12 @@ class LibraryForward:
         caches: The library's caches, which hold recurrent states.
         is_stepwise: Whether later chunks run token by token, because the model extends its cache
             correctly by one token only.
+        keeps_hidden: As of `PackedForward`.
     """
 
-    def __init__(
-        self, model: Any, device: torch.device, caches: SequenceCaches, order: Sequence[int]
-    ) -> None:
-        self._model, self._device, self._order = model, device, order
-        self.caches, self.is_stepwise = caches, False
+    def __init__(self, model: Any, caches: SequenceCaches, order: Sequence[int]) -> None:
+        self._model, self._order = model, order
+        self.caches, self.is_stepwise, self.keeps_hidden = caches, False, False
 
     def step(self, spans: Sequence[ChunkSpan], last: Sequence[int]) -> Logits:
         """Return the logits after the tokens at the places `last`, which are each span's last."""
@@ -108,6 +123,10 @@ class LibraryForward:
         for span in spans:
             num_kept = sum(span.offset <= place < span.place.stop for place in last)
             with torch.inference_mode():
+                if self.keeps_hidden:
+                    span.hidden = self._run(span, run_base)
+                    rows.append(_logits(self._model, span.hidden[-num_kept:]))
+                    continue
                 logits = self._run(span, partial(run_model, num_kept=num_kept))
                 rows.append(logits[-num_kept:].float().cpu().numpy())
         return np.concatenate(rows)
@@ -127,7 +146,7 @@ class LibraryForward:
                 sequence.length = start + first
                 piece = ChunkSpan(span.chunk, sequence, span.tokens[first : first + size], 0)
                 piece.make_views(self._order)
-                tokens = torch.tensor([piece.tokens], device=self._device)
+                tokens = torch.tensor([piece.tokens])
                 cache = self.caches.begin(piece)
                 outputs.append(run(self._model, tokens, cache, sequence.length))
         finally:
@@ -137,6 +156,11 @@ class LibraryForward:
 
 
 Forward: TypeAlias = PackedForward | LibraryForward
+
+
+def _logits(model: Any, hidden: torch.Tensor) -> Logits:
+    logits: Logits = model.get_output_embeddings()(hidden).float().cpu().numpy()
+    return logits
 
 
 def run_model(
@@ -169,7 +193,7 @@ def _arguments(model: Any, tokens: torch.Tensor, cache: Any, start: int) -> dict
     name = "cache_params" if "cache_params" in parameters else "past_key_values"
     arguments = {name: cache, "use_cache": True}
     if "position_ids" in parameters:
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        positions = torch.arange(start, start + tokens.shape[1])
         arguments["position_ids"] = positions[None]
     return arguments
 
@@ -196,7 +220,6 @@ class _Probe:
     """
 
     model: Any
-    device: torch.device
     dtype: torch.dtype
     cache: Any
     expected: torch.Tensor
@@ -210,11 +233,11 @@ class _Probe:
         return bool(difference.norm() <= limit * (expected - expected.mean()).norm())
 
     def sequence(self) -> TorchSequence:
-        buffers = self.layout.allocate(len(_PROBE), self.dtype, self.device)
+        buffers = self.layout.allocate(len(_PROBE), self.dtype)
         return TorchSequence([*_PROBE], buffers=buffers)
 
 
-def choose_forward(model: Any, device: torch.device, dtype: torch.dtype) -> ChosenForward:
+def choose_forward(model: Any, dtype: torch.dtype) -> ChosenForward:
     """Choose how to run a model, and read what it keeps for a sequence.
 
     Args:
@@ -224,21 +247,21 @@ def choose_forward(model: Any, device: torch.device, dtype: torch.dtype) -> Chos
         UnsupportedModelError: neither way gives the library's results.
         UnknownCacheError: its cache cannot be saved and restored.
     """
-    probe = _probe(model, device, dtype)
+    probe = _probe(model, dtype)
     packed = _try_packed(probe) if _may_pack(probe) else None
     return ChosenForward(packed or _alone(probe), probe.geometry, probe.expected.shape[-1])
 
 
-def _probe(model: Any, device: torch.device, dtype: torch.dtype) -> _Probe:
+def _probe(model: Any, dtype: torch.dtype) -> _Probe:
     if not model._supports_default_dynamic_cache():
         raise UnsupportedModelError("it does not use the cache interface of transformers")
     cache = new_library_cache(model)
     with torch.inference_mode():
-        logits = run_model(model, torch.tensor([_PROBE], device=device), cache, 0)
+        logits = run_model(model, torch.tensor([_PROBE]), cache, 0)
     expected = logits.float().log_softmax(dim=-1).cpu()
     idle = getattr(model.config.get_text_config(), "cross_attention_layers", None) or ()
     geometry = read_geometry(cache, len(_PROBE), dtype, idle)
-    return _Probe(model, device, dtype, cache, expected, geometry, KVLayout(geometry.layers))
+    return _Probe(model, dtype, cache, expected, geometry, KVLayout(geometry.layers))
 
 
 def _may_pack(probe: _Probe) -> bool:
@@ -254,7 +277,7 @@ def _try_packed(probe: _Probe) -> PackedForward | None:
     try:
         order = _packed_order(probe)
         _set_attention(model, ATTENTION_NAME, packed_attention)
-        forward = PackedForward(model, probe.device, order)
+        forward = PackedForward(model, order)
         if _is_packed_right(probe, forward):
             return forward
         reason = "the results differ"
@@ -281,7 +304,7 @@ def _packed_order(probe: _Probe) -> tuple[int, ...] | None:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     _set_attention(probe.model, _PROBE_NAME, attention)
-    tokens = torch.tensor([_PROBE[:1]], device=probe.device)
+    tokens = torch.tensor([_PROBE[:1]])
     with torch.inference_mode():
         probe.model(tokens, position_ids=torch.zeros_like(tokens), use_cache=False)
     layers, places = probe.geometry.layers, probe.layout.order
@@ -327,7 +350,7 @@ def _is_packed_right(probe: _Probe, forward: PackedForward) -> bool:
 
 def _alone(probe: _Probe) -> LibraryForward:
     caches = SequenceCaches(probe.model, probe.geometry, probe.cache)
-    forward = LibraryForward(probe.model, probe.device, caches, probe.layout.order)
+    forward = LibraryForward(probe.model, caches, probe.layout.order)
     if not _is_alone_right(probe, forward):
         forward.is_stepwise = True
         if not _is_alone_right(probe, forward):
@@ -351,7 +374,7 @@ def _is_alone_right(probe: _Probe, forward: LibraryForward) -> bool:
 
 def run_one_token(forward: Forward, layers: Sequence[LayerSpec], dtype: torch.dtype) -> None:
     """Run a token on a CPU; raises what the library raises if the model does not run."""
-    buffers = KVLayout(layers).allocate(1, dtype, torch.device("cpu"))
+    buffers = KVLayout(layers).allocate(1, dtype)
     forward.step([_span(TorchSequence([*_PROBE], buffers=buffers), 1)], [0])
 
 
@@ -359,3 +382,27 @@ def _span(sequence: TorchSequence, end: int, offset: int = 0) -> ChunkSpan:
     tokens = _PROBE[sequence.length : end]
     chunk = Chunk(SequenceId(0), sequence.length, tokens)
     return ChunkSpan(chunk, sequence, tokens, offset)
+
+
+def bypass_hooks(model: nn.Module) -> None:
+    """Give each module a class whose call is its `forward`, without torch's hook machinery.
+
+    With one row an operation takes microseconds, and calling its module takes as long; a decode
+    step makes several hundred of these calls. The computation does not change.
+    """
+    for module in model.modules():
+        # As plain attributes, children are found without a search of parameters and buffers.
+        vars(module).update(module.named_children())
+        module.__class__ = _direct(type(module))  # type: ignore[arg-type]  # a class is hashable
+
+
+class _Direct:
+    forward: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
+@cache
+def _direct(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (_Direct, kind), {"__module__": kind.__module__})

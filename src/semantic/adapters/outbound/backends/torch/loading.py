@@ -1,6 +1,6 @@
 """Loads a Hugging Face model for the torch backend, or explains why the backend cannot run it.
 
-Chooses device, number format and thread count; measures where possible.
+Chooses number format and thread count; measures where possible.
 """
 
 import json
@@ -9,15 +9,13 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import structlog
 import torch
-from torch import nn
 from torch.nn import functional
 
 from semantic.adapters.outbound.backends.torch import cpu
@@ -28,6 +26,7 @@ from semantic.adapters.outbound.backends.torch.forward import (
     Forward,
     PackedForward,
     UnsupportedModelError,
+    bypass_hooks,
     choose_forward,
     run_one_token,
 )
@@ -37,26 +36,32 @@ from semantic.adapters.outbound.backends.torch.kv.geometry import (
     UnknownCacheError,
     context_limits,
 )
+from semantic.adapters.outbound.backends.torch.mtp.head import TorchHead
+from semantic.adapters.outbound.backends.torch.mtp.names import find_head
 from semantic.adapters.outbound.backends.torch.native.library import Library
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
-from semantic.adapters.outbound.backends.torch.plain import read_plain
+from semantic.adapters.outbound.backends.torch.plain import PlainModel, read_plain
 from semantic.adapters.outbound.backends.torch.reading import (
-    auto_class,
     is_grouped,
     load_grouped,
+    read_full,
     read_tensors,
 )
 from semantic.adapters.outbound.backends.torch.shares import Share, load_share
+from semantic.adapters.outbound.backends.torch.vision.halves import (
+    ReadingOptions,
+    SeeingModel,
+    read_seeing_model,
+)
+from semantic.adapters.outbound.backends.torch.vision.tower import VisionTower
+from semantic.adapters.outbound.vision.processors import read_vision_settings
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute, ComputeHint, ModelCacheSpec
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Weights = Literal["full", "int8", "int4"]
 WeightsOption = Literal["auto"] | Weights
-Device = Literal["auto", "cpu", "cuda"]
 
-# Parts of multimodal models that text does not pass through.
-_OTHER_PARTS = ("vision_tower", "visual", "vision_model", "audio_tower")
 _FAR_SLOWER = 4  # a format slower by this factor is not measured further
 _MUCH_SLOWER = 2  # a format slower by this factor is not chosen, even if stored KV cache has it
 
@@ -68,26 +73,24 @@ class TorchOptions:
     """How to run a model.
 
     Attributes:
-        dtype: Of weights and KV cache; auto selects the fastest on this device.
-        device: auto selects CUDA if available.
+        dtype: Of weights and KV cache; auto selects the fastest on this CPU.
         weights: auto keeps weights grouped if the file has them in groups of integers, the native
             library is there and no dtype is requested; full expands them. int8 and int4 make a
-            model faster and less exact; they need a CPU in float32 with the native library.
+            model faster and less exact; they need float32 and the native library.
         num_threads: 0 means OMP_NUM_THREADS, or all cores that the process may use.
         share: Which part of the model this process holds; None means all of it.
-        native: The library of linears and decode steps, for a CPU in float32; None disables it.
-        pinned_bytes: On CUDA, size of the pinned host memory for KV cache copies; 0 disables it.
-        hint: What earlier starts chose and stored, for dtype auto on a CPU.
+        native: The library of linears and decode steps, for float32; None disables it.
+        hint: What earlier starts chose and stored, for dtype auto.
+        has_head: Load the model's head for draft tokens too, if it has one.
     """
 
     dtype: DType = "auto"
-    device: Device = "auto"
     weights: WeightsOption = "auto"
     num_threads: int = 0
     share: Share | None = None
     native: NativeBuild | None = None
-    pinned_bytes: int = 0
     hint: ComputeHint = field(default_factory=ComputeHint)
+    has_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +100,9 @@ class TorchPlan:
     Attributes:
         is_kept: Weights stay grouped as in the file.
         weights: Format that ungrouped weights are quantised to.
-        slow: Why a CPU runs without the C library; empty if it has it.
+        slow: Why it runs without the C library; empty if it has it.
     """
 
-    device: torch.device
     dtype: torch.dtype
     is_kept: bool
     weights: Weights
@@ -108,6 +110,7 @@ class TorchPlan:
     share: Share | None = None
     library: Library | None = None
     slow: str = ""
+    has_head: bool = False
 
     @property
     def number_format(self) -> str:
@@ -119,50 +122,49 @@ class TorchPlan:
 
     @property
     def is_packable(self) -> bool:
-        is_fit = self.device.type == "cpu" and self.dtype == torch.bfloat16 and cpu.has_bfloat16()
+        is_fit = self.dtype == torch.bfloat16 and cpu.has_bfloat16()
         return is_fit and self.share is None
 
 
 def make_plan(directory: Path, options: TorchOptions) -> TorchPlan:
-    """Choose device, number format, weights and kernels for a model.
+    """Choose number format, weights and kernels for a model.
 
     Raises:
         InvalidRequestError: this machine does not support the options.
     """
-    device = choose_device(options.device)
     if options.share is not None:
-        return _plan_of_share(directory, options, device)
-    native = options.native if device.type == "cpu" else None
+        return _plan_of_share(directory, options)
+    native = options.native
     library = native.library() if native else None
     weights: Weights = "full" if options.weights == "auto" else options.weights
     is_keepable = options.weights == options.dtype == "auto" and _is_grouped(directory)
     is_quantised = is_keepable or weights != "full"
     if library is not None and is_quantised and options.dtype == "auto":
         reason = "the native kernels for quantised weights use it"
-        return TorchPlan(device, torch.float32, is_keepable, weights, reason, library=library)
-    dtype, reason = choose_dtype(options.dtype, device, options.hint)
-    plan = TorchPlan(device, dtype, False, weights, reason)
+        plan = TorchPlan(torch.float32, is_keepable, weights, reason, library=library)
+        return replace(plan, has_head=options.has_head)
+    dtype, reason = choose_dtype(options.dtype, options.hint)
+    plan = TorchPlan(dtype, False, weights, reason, has_head=options.has_head)
     if dtype == torch.float32 and native is not None:
         plan = replace(plan, library=library, slow=native.reason)
     if weights != "full" and plan.library is None:
         why = f" ({native.reason})" if native is not None and native.reason else ""
         raise InvalidRequestError(
-            f"weights {weights} require a CPU in float32 (omit --dtype) and the native "
-            f"library{why}",
+            f"weights {weights} require float32 (omit --dtype) and the native library{why}",
             param="weights",
         )
     return plan
 
 
-def _plan_of_share(directory: Path, options: TorchOptions, device: torch.device) -> TorchPlan:
+def _plan_of_share(directory: Path, options: TorchOptions) -> TorchPlan:
     if options.weights not in ("auto", "full") or _is_grouped(directory):
         raise InvalidRequestError(
             "the torch backend shards unquantised models only; use the original model, without "
             "--weights int8 or int4",
             param="shards",
         )
-    dtype, reason = choose_dtype(options.dtype, device, options.hint)
-    return TorchPlan(device, dtype, False, "full", reason, options.share)
+    dtype, reason = choose_dtype(options.dtype, options.hint)
+    return TorchPlan(dtype, False, "full", reason, options.share)
 
 
 def _is_grouped(directory: Path) -> bool:
@@ -174,35 +176,17 @@ def _config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def choose_device(device: Device) -> torch.device:
-    """Resolve the device.
-
-    Raises:
-        InvalidRequestError: CUDA is requested but not available.
-    """
-    has_cuda = torch.cuda.is_available()
-    if device == "cuda" and not has_cuda:
-        raise InvalidRequestError("device cuda: PyTorch finds no CUDA device", param="device")
-    return torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
-
-
-def choose_dtype(
-    dtype: DType, device: torch.device, hint: ComputeHint | None = None
-) -> tuple[torch.dtype, str]:
+def choose_dtype(dtype: DType, hint: ComputeHint | None = None) -> tuple[torch.dtype, str]:
     """Resolve the number format; also returns the reason.
 
-    On a CPU, auto keeps the choice of an earlier start. Without one, it measures, and prefers the
+    auto keeps the choice of an earlier start. Without one, it measures, and prefers the
     format of the stored KV cache.
     """
     if dtype != "auto":
         return getattr(torch, dtype), "requested"
-    if device.type == "cuda":
-        if torch.cuda.is_bf16_supported():
-            return torch.bfloat16, "the GPU supports it"
-        return torch.float16, "the GPU does not support bfloat16"
     hint, formats = hint or ComputeHint(), {"bfloat16": torch.bfloat16, "float32": torch.float32}
     known = hint.known
-    if known is not None and known.device == device.type and known.dtype in formats:
+    if known is not None and known.device == "cpu" and known.dtype in formats:
         return formats[known.dtype], known.reason
     seconds = _measure(tuple(formats.values()))
     by_name = {name: seconds[found] for name, found in formats.items()}
@@ -252,7 +236,7 @@ def choose_threads(num_threads: int) -> int:
 
 def describe(plan: TorchPlan) -> Compute:
     """Describe how a model loaded by this plan is computed."""
-    device, weights = plan.device.type, plan.weights
+    weights = plan.weights
     kernels = "oneDNN with packed weights" if plan.is_packable else "PyTorch"
     if plan.library is not None:
         kernels = f"native, {plan.library.variant}"
@@ -260,10 +244,10 @@ def describe(plan: TorchPlan) -> Compute:
         kernels = f"{kernels}, weights quantised as in the file"
     elif weights != "full":
         kernels = f"{kernels}, {weights}"
-    num_threads = torch.get_num_threads() if device == "cpu" else 0
+    num_threads = torch.get_num_threads()
     dtype = str(plan.dtype).removeprefix("torch.")
     slow = f"without native kernels decoding is several times slower: {plan.slow}"
-    return Compute(device, dtype, num_threads, kernels, plan.reason, slow if plan.slow else "")
+    return Compute("cpu", dtype, num_threads, kernels, plan.reason, slow if plan.slow else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +258,8 @@ class TorchModel:
         spec: The geometry of its KV cache, as the library keeps it.
         states: Its recurrent arrays.
         decoder: Runs steps in the C library, if that can run the model.
+        tower: Computes features of images, if the model takes them.
+        head: Drafts tokens, if the model has one and it was asked for.
     """
 
     model: Any
@@ -281,6 +267,8 @@ class TorchModel:
     forward: Forward
     states: tuple[StateArray, ...] = ()
     decoder: Decoder | None = None
+    tower: VisionTower | None = None
+    head: TorchHead | None = None
 
 
 def load_model(directory: Path, spec: ModelCacheSpec, plan: TorchPlan) -> TorchModel:
@@ -292,18 +280,27 @@ def load_model(directory: Path, spec: ModelCacheSpec, plan: TorchPlan) -> TorchM
     Raises:
         InvalidRequestError: this backend cannot run the model.
     """
-    model = _read_plain(directory, spec, plan)
-    is_plain = model is not None
+    if plan.dtype == torch.bfloat16 and not cpu.has_bfloat16():
+        # PyTorch would print its C++ stack once, and use another kernel.
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+    seeing = _read_seeing(directory, spec, plan)
+    model = seeing.model if seeing else _read_plain(directory, spec, plan)
+    is_plain, head = isinstance(model, PlainModel), None
     if model is None:
-        model = _read_by_library(directory, spec, plan)
-    model.to(plan.device).eval()
-    is_decodable = _prepare_for_cpu(model, plan) if plan.device.type == "cpu" else False
+        model, head = _read_by_library(directory, spec, plan)
+    model.eval()
+    is_decodable = _prepare_for_cpu(model, plan)
     if is_plain:
-        loaded = TorchModel(model, spec, PackedForward(model, plan.device))
+        spec = seeing.spec if seeing else spec
+        loaded = TorchModel(model, spec, PackedForward(model))
     else:
         loaded = _with_forward(model, spec, plan)
+    if head is not None:
+        loaded.forward.keeps_hidden = True
+        loaded = replace(loaded, head=head)
     if isinstance(loaded.forward, PackedForward):
-        if plan.device.type == "cpu" and plan.dtype == torch.bfloat16:
+        loaded = replace(loaded, tower=seeing.tower if seeing else None)
+        if plan.dtype == torch.bfloat16:
             _improve_bfloat16(loaded, plan)
         bypass_hooks(model)
         if is_decodable and plan.library is not None:
@@ -329,7 +326,7 @@ def _improve_bfloat16(loaded: TorchModel, plan: TorchPlan) -> None:
 
 def _with_forward(model: Any, spec: ModelCacheSpec, plan: TorchPlan) -> TorchModel:
     try:
-        chosen = choose_forward(model, plan.device, plan.dtype)
+        chosen = choose_forward(model, plan.dtype)
     except (UnsupportedModelError, UnknownCacheError) as error:
         raise refusal(spec, str(error)) from error
     except LIBRARY_ERRORS as error:
@@ -352,6 +349,24 @@ def _with_forward(model: Any, spec: ModelCacheSpec, plan: TorchPlan) -> TorchMod
     return TorchModel(model, spec, chosen.forward, chosen.geometry.states)
 
 
+def _read_seeing(directory: Path, spec: ModelCacheSpec, plan: TorchPlan) -> SeeingModel | None:
+    settings = read_vision_settings(directory, _config(directory))
+    if settings is None or plan.share is not None:
+        return None
+    is_plain = plan.library is not None
+    options = ReadingOptions(plan.dtype, plan.is_kept, is_plain)
+    try:
+        return read_seeing_model(directory, spec, settings, options)
+    except (OSError, *LIBRARY_ERRORS) as error:
+        raise _load_failure(spec, error) from error
+
+
+def _load_failure(spec: ModelCacheSpec, error: Exception) -> InvalidRequestError:
+    _log.warning("transformers fails to load the model", exc_info=True)
+    reason = f"transformers fails to load it ({type(error).__name__}; the log has the details)"
+    return refusal(spec, reason)
+
+
 def _read_plain(directory: Path, spec: ModelCacheSpec, plan: TorchPlan) -> Any:
     if plan.library is None or not spec.is_known:
         return None
@@ -359,7 +374,9 @@ def _read_plain(directory: Path, spec: ModelCacheSpec, plan: TorchPlan) -> Any:
     return read_plain(_config(directory), spec, tensors, plan.dtype, is_kept=plan.is_kept)
 
 
-def _read_by_library(directory: Path, spec: ModelCacheSpec, plan: TorchPlan) -> Any:
+def _read_by_library(
+    directory: Path, spec: ModelCacheSpec, plan: TorchPlan
+) -> tuple[Any, TorchHead | None]:
     from transformers import CONFIG_MAPPING
     from transformers.utils.logging import disable_progress_bar
 
@@ -375,33 +392,13 @@ def _read_by_library(directory: Path, spec: ModelCacheSpec, plan: TorchPlan) -> 
         disable_progress_bar()
     try:
         if plan.share is not None:
-            return load_share(directory, plan.dtype, plan.share)
+            return load_share(directory, plan.dtype, plan.share), None
         if _is_grouped(directory):
-            return load_grouped(directory, plan.dtype, is_kept=plan.is_kept)
-        return _read_full(directory, plan.dtype)
+            return load_grouped(directory, plan.dtype, is_kept=plan.is_kept), None
+        names = find_head(directory, _config(directory)) if plan.has_head else None
+        return read_full(directory, plan.dtype, names)
     except (OSError, *LIBRARY_ERRORS) as error:
-        _log.warning("transformers fails to load the model", exc_info=True)
-        reason = f"transformers fails to load it ({type(error).__name__}; the log has the details)"
-        raise refusal(spec, reason) from error
-
-
-def _read_full(directory: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    model, report = auto_class(config).from_pretrained(
-        directory, dtype=dtype, local_files_only=True, output_loading_info=True
-    )
-    if missing := sorted(report["missing_keys"]):  # the library makes them up
-        raise InvalidRequestError(
-            f"the model's files have no weights for {missing[0]}; download the model again, or use "
-            "another one",
-            param="model",
-        )
-    for name in _OTHER_PARTS:
-        if getattr(model.base_model, name, None) is not None:
-            setattr(model.base_model, name, None)
-    return model
+        raise _load_failure(spec, error) from error
 
 
 def _prepare_for_cpu(model: Any, plan: TorchPlan) -> bool:
@@ -423,30 +420,6 @@ def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:
         "model.",
         param="model",
     )
-
-
-def bypass_hooks(model: nn.Module) -> None:
-    """Give each module a class whose call is its `forward`, without torch's hook machinery.
-
-    With one row an operation takes microseconds, and calling its module takes as long; a decode
-    step makes several hundred of these calls. The computation does not change.
-    """
-    for module in model.modules():
-        # As plain attributes, children are found without a search of parameters and buffers.
-        vars(module).update(module.named_children())
-        module.__class__ = _direct(type(module))  # type: ignore[arg-type]  # a class is hashable
-
-
-class _Direct:
-    forward: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
-
-
-@cache
-def _direct(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (_Direct, kind), {"__module__": kind.__module__})
 
 
 def _measure(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, float]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from semantic.adapters.outbound.backends.images import rope_axes
 from semantic.adapters.outbound.backends.torch.attention import packed_attention
 from semantic.adapters.outbound.backends.torch.grouped import (
     AnyLinear,
@@ -25,10 +26,12 @@ from semantic.adapters.outbound.backends.torch.grouped import (
 )
 from semantic.adapters.outbound.backends.torch.kv.sequences import ChunkSpan
 from semantic.adapters.outbound.backends.torch.reading import take_weights
+from semantic.adapters.outbound.backends.torch.vision.merging import DeepFeatures
 from semantic.domain.spec import ModelCacheSpec
 
-_FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
-_HEAD_NORMS = {"qwen3"}
+_FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text", "qwen3_vl_text"}
+_HEAD_NORMS = {"qwen3", "qwen3_vl_text"}
+_GRID_ROPE = {"qwen2_5_vl_text", "qwen3_vl_text"}
 _NEEDED = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
 _NEEDED |= {"rms_norm_eps", "tie_word_embeddings", "vocab_size"}
 _ROPE = {"default", "llama3"}
@@ -52,9 +55,11 @@ def read_plain(
     Raises:
         InvalidRequestError: the weights are quantised in an unsupported way.
     """
-    rope = _rope(config)
     is_known = config.get("model_type") in _FAMILIES and config.get("hidden_act") == "silu"
-    if not is_known or rope is None or any(config.get(name) is None for name in _NEEDED):
+    if not is_known or any(config.get(name) is None for name in _NEEDED):
+        return None
+    rope = _rope(config)
+    if rope is None:
         return None
     parts = _Parts(tensors, dtype, is_kept=is_kept)
     try:
@@ -70,6 +75,8 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
     rope["rope_type"] = given.get("rope_type", given.get("type", "default"))
     is_whole = rope["partial_rotary_factor"] == 1 == config.get("partial_rotary_factor", 1)
     is_known = rope["rope_type"] in _ROPE and rope["rope_theta"] is not None
+    if (model_type := config["model_type"]) in _GRID_ROPE:
+        rope["axes"] = torch.from_numpy(rope_axes(model_type, rope.get("mrope_section")))
     return rope if is_whole and is_known else None
 
 
@@ -139,11 +146,17 @@ class _Rotary(nn.Module):
         if rope["rope_type"] == "llama3":
             frequencies = _scale_llama3(frequencies, rope)
         self.frequencies = nn.Buffer(frequencies, persistent=False)
+        self.axes = nn.Buffer(rope.get("axes", torch.zeros(0)), persistent=False)
 
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = positions[..., None].float() * self.frequencies
+        """Take positions ``[1, tokens]``, or for M-RoPE also ``[3, 1, tokens]``."""
+        if positions.ndim == 3:
+            positions = positions[self.axes].permute(1, 2, 0)
+        else:
+            positions = positions[..., None]
+        angles = positions.float() * self.frequencies
         both = torch.cat((angles, angles), dim=-1)
         return both.cos().to(x.dtype), both.sin().to(x.dtype)
 
@@ -240,17 +253,21 @@ class _Base(nn.Module):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        *,
         position_ids: torch.Tensor,
         spans: Sequence[ChunkSpan],
-        *,
+        inputs_embeds: torch.Tensor | None = None,
+        deep: DeepFeatures | None = None,
         use_cache: bool = False,
     ) -> SimpleNamespace:
         del use_cache  # the spans hold the KV cache
-        x = self.embed_tokens(input_ids)
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         angles = self.rotary_emb(x, position_ids)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             x = layer(x, angles, spans)
+            if deep is not None and index < len(deep.added):
+                x[0].index_add_(0, deep.places, deep.added[index].to(x.dtype))
         return SimpleNamespace(last_hidden_state=self.norm(x))
 
 
@@ -287,6 +304,9 @@ class PlainModel(nn.Module):
     @property
     def base_model(self) -> nn.Module:
         return self.model
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head

@@ -1,7 +1,7 @@
-"""Reads models with grouped weights from their files into transformers models.
+"""Reads models from their files into transformers models.
 
-The weights stay grouped, or are expanded if the model runs in full numbers. Linears and embeddings
-of the transformers model are replaced by grouped ones.
+Grouped weights stay grouped, or are expanded if the model runs in full numbers. Linears and
+embeddings of the transformers model are replaced by grouped ones.
 """
 
 import re
@@ -28,10 +28,14 @@ from semantic.adapters.outbound.backends.torch.grouped import (
     GroupedLinear,
     GroupedWeight,
 )
+from semantic.adapters.outbound.backends.torch.mtp.head import TorchHead
+from semantic.adapters.outbound.backends.torch.mtp.names import HeadNames
 from semantic.domain.errors import InvalidRequestError
 
 _Tensors = dict[str, torch.Tensor]
 
+# Parts of multimodal models that text does not pass through.
+_OTHER_PARTS = ("vision_tower", "visual", "vision_model", "audio_tower")
 _WHOLE = ("emu3",)  # transformers does not find the weights of its language model alone
 # mlx-lm's names, which are those of the original files, and the names of transformers' modules.
 _SPARSE = (("block_sparse_moe.", "mlp."),)
@@ -68,7 +72,19 @@ def load_grouped(directory: Path, dtype: torch.dtype, *, is_kept: bool) -> Any:
         InvalidRequestError: they do not have 4, 5, 6 or 8 bits, or do not match the model.
     """
     model = empty_model(directory, dtype)
-    tensors = _for_transformers(dict(read_tensors(directory)), model.config.model_type)
+    fill_model(model, dict(read_tensors(directory)), dtype, is_kept=is_kept)
+    return model
+
+
+def fill_model(
+    model: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, *, is_kept: bool
+) -> None:
+    """Load tensors of a file into an empty model; grouped ones stay grouped, or are expanded.
+
+    Raises:
+        InvalidRequestError: see `load_grouped`.
+    """
+    tensors = _for_transformers(tensors, model.config.model_type)
     for name, module in list(model.named_modules()):
         if is_stacked(module) and _experts_in_file(name, tensors) is not None:
             _load_experts(model, name, tensors, is_kept=is_kept)
@@ -82,7 +98,6 @@ def load_grouped(directory: Path, dtype: torch.dtype, *, is_kept: bool) -> Any:
                 tensors[f"{name}.weight"] = module.weight
     _expand_rest(model, tensors)
     load_rest(model, tensors)
-    return model
 
 
 def auto_class(config: Any) -> Any:
@@ -104,7 +119,7 @@ def auto_class(config: Any) -> Any:
     )
 
 
-def _for_transformers(tensors: _Tensors, model_type: str) -> _Tensors:
+def _for_transformers(tensors: Mapping[str, torch.Tensor], model_type: str) -> _Tensors:
     """Give tensors that are not experts the names and layouts of transformers, not mlx-lm's."""
     found: _Tensors = {}
     for name, tensor in tensors.items():
@@ -257,6 +272,41 @@ def load_rest(
         raise InvalidRequestError(
             f"the model's weights do not match its config.json: {wrong[0]}", param="model"
         )
+
+
+def read_full(
+    directory: Path, dtype: torch.dtype, names: HeadNames | None
+) -> tuple[Any, TorchHead | None]:
+    """Load a model whose weights are not grouped, and its head for draft tokens.
+
+    Args:
+        names: Of the head's weights; None loads no head.
+
+    Raises:
+        InvalidRequestError: weights are missing.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    if names is not None:
+        config.num_hidden_layers += 1  # the head's layer
+    model, report = auto_class(config).from_pretrained(
+        directory,
+        config=config,
+        dtype=dtype,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    if missing := sorted(report["missing_keys"]):  # the library makes them up
+        raise InvalidRequestError(
+            f"the model's files have no weights for {missing[0]}; download the model again, or use "
+            "another one",
+            param="model",
+        )
+    for name in _OTHER_PARTS:
+        if getattr(model.base_model, name, None) is not None:
+            setattr(model.base_model, name, None)
+    return model, None if names is None else TorchHead(model, directory, names)
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:

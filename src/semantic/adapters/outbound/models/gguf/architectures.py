@@ -468,6 +468,7 @@ _ALL = (
     ),
     *HYBRIDS,
 )
+_PROJECTOR = "clip"  # of mmproj files
 ARCHITECTURES = tuple(dict.fromkeys(architecture.name for architecture in _ALL))
 
 
@@ -477,6 +478,12 @@ def find_architecture(file: GgufFile) -> Architecture:
     for architecture in _ALL:
         if architecture.name == name and _is_met(file, architecture.needs):
             return architecture
+    if name == _PROJECTOR:
+        raise file.refusal(
+            "it is the vision tower of another model (mmproj), and GGUF models take no images "
+            "here. Serve the language model's own file for text, or a version of the model with "
+            "safetensors files for images"
+        )
     known = ", ".join(sorted(ARCHITECTURES))
     raise file.refusal(
         f"architecture {name!r} is not supported; supported are {known}. Use a version of the "

@@ -67,17 +67,7 @@ def import_gguf(source: Path, target: Path, progress: Progress | None = None) ->
             f"not replace it. Move or rename {target}, or rename the file."
         )
         raise InvalidRequestError(why, param="model")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{target.name}-"
-    _remove_abandoned(target.parent, prefix)
-    with (
-        tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as scratch,
-        _locked(Path(scratch)),
-    ):
-        Path(scratch, _SCRATCH_MARK).touch()
-        # The scratch directory is private; the mode of a directory inside it follows the umask.
-        built = Path(scratch, target.name)
-        built.mkdir()
+    with scratch_directory(target) as built:
         _build(open_gguf(source), built, progress or (lambda _done, _total: None))
         (built / _MARK).write_text(_mark(source))
         if has_mark(target):
@@ -89,6 +79,23 @@ def import_gguf(source: Path, target: Path, progress: Progress | None = None) ->
             if not is_imported(source, target):
                 raise
     return target
+
+
+@contextmanager
+def scratch_directory(target: Path) -> Iterator[Path]:
+    """Yield a new directory beside ``target``, to fill and rename; it is removed otherwise."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{target.name}-"
+    _remove_abandoned(target.parent, prefix)
+    with (
+        tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as scratch,
+        _locked(Path(scratch)),
+    ):
+        Path(scratch, _SCRATCH_MARK).touch()
+        # The scratch directory is private; the mode of a directory inside it follows the umask.
+        built = Path(scratch, target.name)
+        built.mkdir()
+        yield built
 
 
 def _replace_files(built: Path, target: Path) -> None:

@@ -71,11 +71,24 @@ def test_a_missing_blas_is_logged(
 
 
 @pytest.mark.parametrize("asked,expected", [(None, "0"), ("1", "1")])
-def test_float32_is_float32_on_cuda_too_unless_asked_otherwise(
-    monkeypatch: pytest.MonkeyPatch, asked: str | None, expected: str
+def test_tf32_is_off_before_mlx_is_imported_unless_asked_otherwise(
+    asked: str | None, expected: str
 ) -> None:
-    monkeypatch.setenv("MLX_ENABLE_TF32", asked or "")
-    if asked is None:
-        monkeypatch.delenv("MLX_ENABLE_TF32")
-    runtime.prepare(1)
-    assert os.environ["MLX_ENABLE_TF32"] == expected
+    """In a process of its own: MLX reads it once, and may be imported here already."""
+    code = (
+        "import os, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'mlx.core': print(os.environ.get('MLX_ENABLE_TF32'))\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "import semantic.adapters.outbound.backends.mlx.backend\n"
+    )
+    if importlib.util.find_spec("mlx_lm") is None:
+        pytest.skip("mlx-lm is not installed")
+    environment = {name: value for name, value in os.environ.items() if name != "MLX_ENABLE_TF32"}
+    if asked is not None:
+        environment["MLX_ENABLE_TF32"] = asked
+    done = subprocess.run(  # noqa: S603 - our own interpreter
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.split() == [expected]

@@ -1,4 +1,10 @@
-"""Reports whether MLX's CUDA build is in use, and whether the custom kernels can run."""
+"""Reports whether MLX's CUDA build is in use, and whether the custom kernels can run.
+
+Kernels that multiply use tensor cores by m16n8k16 tiles of 16-bit numbers, which compute capability
+8.0 introduced. On older devices MLX's own layers run; only the copies of `transfer.py`, which need
+no tensor cores, are custom there. No kernel uses more than the 48 KB of shared memory that a block
+of threads has on every device.
+"""
 
 import functools
 
@@ -6,8 +12,7 @@ import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.cuda import kernels
 
-_AMPERE = 8  # the first generation that supports the kernels' tiles
-_UNUSED_SHARE = 3  # MLX caches at most one part in this many of the device's memory
+_TILES_SINCE = (8, 0)  # compute capability
 
 
 def is_in_use() -> bool:
@@ -16,20 +21,12 @@ def is_in_use() -> bool:
 
 
 def is_available() -> bool:
-    """Whether the device can run the custom kernels."""
-    return is_in_use() and _generation() >= _AMPERE and kernels.can_compile()
-
-
-def bound_unused_memory() -> None:
-    """Limit the unused memory that MLX caches: releasing all of it takes a third of a second.
-
-    The limit should suffice for prompts of all sizes, because releasing some for a new size waits
-    for the device.
-    """
-    if is_in_use() and (whole := int(mx.device_info().get("total_memory", 0))):
-        mx.set_cache_limit(whole // _UNUSED_SHARE)
+    """Whether the device can run all custom kernels."""
+    return is_in_use() and _capability() >= _TILES_SINCE and kernels.can_compile()
 
 
 @functools.cache
-def _generation() -> int:
-    return int(mx.device_info().get("compute_capability_major", 0))
+def _capability() -> tuple[int, int]:
+    info = mx.device_info()
+    major, minor = (info.get(f"compute_capability_{part}", 0) for part in ("major", "minor"))
+    return int(major), int(minor)

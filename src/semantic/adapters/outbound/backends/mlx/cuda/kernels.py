@@ -23,7 +23,7 @@ from semantic.adapters.outbound.backends.mlx.caches import Array
 
 _LOG = logging.getLogger(__name__)
 
-_LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")  # already loaded by MLX
+_LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")  # MLX has loaded one of them
 _FORMATS = {
     mx.bfloat16: "__nv_bfloat16",
     mx.float16: "__half",
@@ -159,8 +159,8 @@ class Kernel:
         return name, compile_source(name, whole)
 
 
-def compile_source(name: str, source: str) -> bytes:
-    """Compile for the device.
+def compile_source(name: str, source: str, architecture: str = "") -> bytes:
+    """Compile for an architecture such as sm_90; by default for that of the device.
 
     Raises:
         RuntimeError: the compiler rejects the source, or is not available.
@@ -173,7 +173,8 @@ def compile_source(name: str, source: str) -> bytes:
         ctypes.byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None
     )
     try:
-        options = [f"--gpu-architecture={mx.device_info()['architecture']}", "--std=c++17"]
+        architecture = architecture or mx.device_info()["architecture"]
+        options = [f"--gpu-architecture={architecture}", "--std=c++17"]
         options += [f"--include-path={path}" for path in include_paths()]
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if library.nvrtcCompileProgram(program, len(options), given):
@@ -209,7 +210,8 @@ def can_compile() -> bool:
 
 @functools.cache
 def _compiler() -> ctypes.CDLL | None:
-    for name in _LIBRARIES:
+    installed = [path for name in _LIBRARIES for path in _packages().glob(f"*/lib/{name}")]
+    for name in (*_LIBRARIES, *map(str, installed)):
         try:
             return ctypes.CDLL(name)
         except OSError:
@@ -222,6 +224,9 @@ def include_paths() -> list[str]:
     """Return directories with CUDA's headers: of a toolkit, or of pip packages beside MLX."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     paths = [Path(home) / "include" for home in (*homes, "/usr/local/cuda") if home]
-    packages = Path(mx.__file__).parent.parent / "nvidia"
-    paths += sorted(packages.glob("*/include"))
+    paths += sorted(_packages().glob("*/include"))
     return [str(path) for path in paths if (path / "cuda_fp16.h").exists()]
+
+
+def _packages() -> Path:
+    return Path(mx.__file__).parent.parent / "nvidia"

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from semantic.adapters.outbound.backends.torch.kv.copies import DeviceCopies
 from semantic.adapters.outbound.backends.torch.kv.geometry import StateArray
 from semantic.adapters.outbound.backends.torch.kv.sequences import KVLayout, TorchSequence
 from semantic.domain.errors import CacheCorruptionError
@@ -41,21 +40,20 @@ class Payloads:
     def __init__(self, layout: KVLayout, states: Sequence[StateArray], dtype: torch.dtype) -> None:
         self._layout, self._dtype = layout, dtype
         self._states = list(_alike(states))
-        self.copies: DeviceCopies | None = None
 
     def copy_out(
         self, sequence: TorchSequence, start: int, end: int, kind: LayerKind
     ) -> tuple[HostBuffer, ...]:
-        """Copy keys and values to the host; on CUDA with pinned memory in the background."""
+        """Copy keys and values to host buffers."""
         return tuple(
-            self._host_buffer(name, sequence.buffers[pair][is_values][rows, :, start:end])
+            _host_buffer(name, sequence.buffers[pair][is_values][rows, :, start:end])
             for name, pair, is_values, rows in self._names(kind)
         )
 
     def copy_states(self, arrays: Sequence[torch.Tensor]) -> tuple[HostBuffer, ...]:
-        """Copy recurrent arrays to the host, those of one shape together."""
+        """Copy recurrent arrays, those of one shape together."""
         return tuple(
-            self._host_buffer(f"state{number}", torch.stack([arrays[i] for i in group]))
+            _host_buffer(f"state{number}", torch.stack([arrays[i] for i in group]))
             for number, group in enumerate(self._groups())
         )
 
@@ -75,8 +73,8 @@ class Payloads:
             pieces.append(KVPiece(payload.start, content, pair, is_values, rows))
         return pieces
 
-    def read_states(self, payload: KVPayload, device: torch.device) -> list[torch.Tensor]:
-        """Copy the recurrent arrays of a payload to the device.
+    def read_states(self, payload: KVPayload) -> list[torch.Tensor]:
+        """Copy the recurrent arrays of a payload.
 
         Raises:
             CacheCorruptionError: a buffer is missing or has another shape or size.
@@ -87,7 +85,7 @@ class Payloads:
             shape = (len(members), *first.shape)
             content = _array(buffers.get(f"state{number}"), shape, first.dtype)
             for member, bits in zip(members, content, strict=True):
-                arrays[member] = torch.from_numpy(bits.copy()).view(first.dtype).to(device)
+                arrays[member] = torch.from_numpy(bits.copy()).view(first.dtype)
         return [arrays[member] for member in sorted(arrays)]
 
     def _groups(self) -> Iterator[list[int]]:
@@ -99,10 +97,6 @@ class Payloads:
             yield f"keys{suffix}", pair, False, rows
             if self._layout.shapes[pair][2]:
                 yield f"values{suffix}", pair, True, rows
-
-    def _host_buffer(self, name: str, tensor: torch.Tensor) -> HostBuffer:
-        copy = None if self.copies is None else self.copies.copy_out(name, tensor)
-        return _host_buffer(name, tensor) if copy is None else copy
 
 
 def _alike(states: Sequence[StateArray]) -> Iterator[tuple[StateArray, list[int]]]:
@@ -142,20 +136,10 @@ def _bits(tensor: torch.Tensor) -> Bits:
 
 
 def _copy(source: Bits, target: torch.Tensor) -> None:
-    """Write host data into a tensor.
-
-    On a CPU, numpy copies: torch would wake its threads for each piece and take far longer. A CUDA
-    device reads pinned memory asynchronously.
-    """
-    if target.is_cpu:
-        _bits(target)[:] = source
-    else:
-        given = source if source.flags.writeable else source.copy()
-        target.copy_(torch.from_numpy(given).view(target.dtype), non_blocking=True)
+    """Write data into a tensor by numpy: torch would wake its threads and take far longer."""
+    _bits(target)[:] = source
 
 
 def _host_buffer(name: str, tensor: torch.Tensor) -> HostBuffer:
-    host = tensor.cpu()
-    copied = _bits(host).copy() if host is tensor or host.is_set_to(tensor) else _bits(host)
-    data = np.ascontiguousarray(copied).reshape(-1).view(np.uint8).data
+    data = _bits(tensor).copy().reshape(-1).view(np.uint8).data
     return HostBuffer(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), data)

@@ -9,9 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from semantic.adapters.outbound import host_memory
+from semantic.adapters.outbound.backends.torch.mtp.state import HeadState
 from semantic.domain.spec import LayerKind, LayerSpec
 from semantic.ports.backend import Chunk
 
@@ -57,15 +60,13 @@ class KVLayout:
     def num_rows(self, pair: int, rows: slice | list[int]) -> int:
         return len(self._members[pair]) if isinstance(rows, slice) else len(rows)
 
-    def allocate(
-        self, num_tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> list[BufferPair]:
+    def allocate(self, num_tokens: int, dtype: torch.dtype) -> list[BufferPair]:
         """Allocate uninitialised buffers with room for some tokens."""
         capacity = capacity_for(num_tokens)
         return [
             (
-                _allocate((len(members), heads, capacity, key_dim), dtype, device),
-                _allocate((len(members), heads, capacity, value_dim), dtype, device),
+                _allocate((len(members), heads, capacity, key_dim), dtype),
+                _allocate((len(members), heads, capacity, value_dim), dtype),
             )
             for members, (heads, key_dim, value_dim) in zip(self._members, self.shapes, strict=True)
         ]
@@ -76,14 +77,14 @@ def capacity_for(num_tokens: int) -> int:
     return -(-num_tokens // _GROWTH) * _GROWTH
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Allocate uninitialised memory, in huge pages where Linux provides them.
 
     Page faults of small pages take longer than copying a restored sequence into the memory.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or num_bytes < _LARGE_BYTES:
-        return torch.empty(shape, dtype=dtype, device=device)
+    if num_bytes < _LARGE_BYTES:
+        return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(host_memory.plain_pages(num_bytes), dtype=dtype).view(shape)
 
 
@@ -95,6 +96,7 @@ class TorchSequence:
         cache: The library's cache object, which holds recurrent states; None if there are none yet,
             or if the model does not need it.
         has_state: Whether recurrent layers hold the state at `length`.
+        ahead: What the model's head for draft tokens keeps.
     """
 
     known: list[int]
@@ -104,6 +106,7 @@ class TorchSequence:
     buffers: list[BufferPair] = field(default_factory=list)
     cache: Any = None
     has_state: bool = True
+    ahead: HeadState = field(default_factory=HeadState)
 
     @property
     def capacity(self) -> int:
@@ -121,11 +124,31 @@ class TorchSequence:
                     target[:, :, :num_tokens] = given[:, :, :num_tokens]
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkFeatures:
+    """The features of images in a chunk.
+
+    Attributes:
+        rows: Indices of their tokens in the chunk.
+        embeddings: Their embeddings, ``[features, hidden]``.
+        deep: What the first layers add to them (DeepStack); empty for most models.
+        blocks: Ranges of rows that attend to each other in both directions.
+    """
+
+    rows: torch.Tensor
+    embeddings: torch.Tensor
+    deep: tuple[torch.Tensor, ...] = ()
+    blocks: tuple[tuple[int, int], ...] = ()
+
+
 @dataclass(slots=True)
 class ChunkSpan:
     """A chunk's tokens and their place in the packed row.
 
     Attributes:
+        features: Of the images in the chunk; None if it has none.
+        positions: For M-RoPE, ``[3, tokens]``; None if positions equal indices.
+        hidden: The last hidden states, ``[tokens, hidden]``, if the model has a head for drafts.
         end: The sequence's length after the step.
         keys: Each layer's keys up to `end`, including room for the chunk's; `values` likewise.
             `make_views` sets these and the following attributes.
@@ -136,6 +159,9 @@ class ChunkSpan:
     sequence: TorchSequence
     tokens: tuple[int, ...]
     offset: int
+    features: ChunkFeatures | None = None
+    positions: NDArray[np.int64] | None = None
+    hidden: torch.Tensor | None = None
     end: int = field(init=False)
     place: slice = field(init=False)
     keys: Sequence[torch.Tensor] = field(init=False)

@@ -1,4 +1,4 @@
-"""`semantic doctor`: checks this machine, or an agent's prompts, and advises on problems."""
+"""The command: checks this machine, or an agent's prompts, and advises on problems."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,6 +27,7 @@ from semantic.adapters.config.repairs import load_repairs
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.extras import install_command
 from semantic.adapters.outbound.backends.fake import FakeTokenizer
+from semantic.adapters.outbound.backends.mlx import runtime as mlx_runtime
 from semantic.adapters.outbound.blocks.directory import DirectoryLock, claim
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.blocks.format import FORMATS
@@ -40,7 +41,9 @@ from semantic.domain.agents import check_agent_id
 from semantic.domain.blocks import BlockOrigin, describe_change
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
-from semantic.entrypoints.cli.flags import Answer, with_settings
+from semantic.entrypoints.cli.doctor.report import machine, report_text
+from semantic.entrypoints.cli.doctor.self_test import Outcome, self_test
+from semantic.entrypoints.cli.flags import Answer, GivenSettings, with_given_settings
 from semantic.entrypoints.cli.launch import CLIENTS, INSTALL
 from semantic.entrypoints.cli.screen import Spinner, size, table
 from semantic.entrypoints.loading import choose_backend, compute_basis
@@ -65,10 +68,14 @@ class Finding:
     advice: str = ""
 
 
-@with_settings("home", "cache_dir", "host", "port", "model", "backend", "native", "repairs")
+@with_given_settings("home", "cache_dir", "host", "port", "model", "backend", "native", "repairs")
 def doctor(
-    settings: Settings,
+    given: GivenSettings,
     *,
+    report: Annotated[
+        bool,
+        typer.Option("--report", help="also test the server, and print all to paste into an issue"),
+    ] = False,
     agent: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="instead: what changes in this agent's prompts"),
@@ -86,17 +93,48 @@ def doctor(
 
     With --agent, compare the agent's latest prompts: what changes in them each turn, so that KV
     cache is computed again, and which rule repairs it. Without a server, reads the cache directory.
+
+    With --report, also start a server of its own for about two minutes, which tests that replies
+    from KV cache are exact and how fast they are. The report has no prompts, keys or names.
     """
+    settings = given.settings
     if agent is not None:
         return _examine_prompts(settings, agent, key)
     # Libraries and our own checks may log; standard output is for the findings alone.
     with Spinner("checking this machine"), contextlib.redirect_stdout(sys.stderr):
         findings = list(examine(settings))
+    if report:
+        return _report(given, findings)
     made = table("", "", "~", "~")
     for one in findings:
         made.add_row(Text(one.level, _GOOD[one.level]), one.what, one.found, one.advice)
     is_bad = any(finding.level == "bad" for finding in findings)
     return Answer([asdict(finding) for finding in findings], made, status=int(is_bad))
+
+
+def _report(given: GivenSettings, findings: Sequence[Finding]) -> Answer:
+    outcomes: list[Outcome] = []
+    try:
+        with Spinner("testing the server") as spinner:
+            outcomes += self_test(_server_flags(given.arguments), spinner.show)
+    except (ServerError, httpx.HTTPError) as error:
+        outcomes.append(Outcome("self-test", f"failed: {error}", is_ok=False))
+    about = machine()
+    checks = [(finding.level, finding.what, finding.found) for finding in findings]
+    is_bad = any(outcome.is_ok is False for outcome in outcomes)
+    value = {
+        "machine": about,
+        "checks": [asdict(finding) for finding in findings],
+        "self_test": [asdict(outcome) for outcome in outcomes],
+    }
+    return Answer(value, report_text(about, checks, outcomes), status=int(is_bad))
+
+
+def _server_flags(arguments: Sequence[str]) -> list[str]:
+    """Return the flags that a server of the self-test takes over: those of model and device."""
+    pairs = zip(arguments[::2], arguments[1::2], strict=True)  # doctor has no flag without a value
+    taken = ("--home", "--model", "--backend", "--native", "--config")
+    return [word for pair in pairs if pair[0] in taken for word in pair]
 
 
 def examine(settings: Settings) -> Iterator[Finding]:
@@ -141,6 +179,9 @@ def _backends(_: Settings) -> Iterator[Finding]:
             yield Finding(name, level, "not installed", advice)
         else:
             yield Finding(name, "ok", f"{version}{_device(name)}")
+    if mlx_runtime.has_nvidia_driver() and not mlx_runtime.has_cuda_build():
+        advice = f"install MLX's CUDA build: {install_command('cuda')}"
+        yield Finding("NVIDIA GPU", "note", "not used: torch runs on the CPU", advice)
 
 
 def _version(distribution: str) -> str | None:
@@ -154,8 +195,6 @@ def _device(name: str) -> str:
     if name == "torch":
         import torch
 
-        if torch.cuda.is_available():
-            return f", CUDA: {torch.cuda.get_device_name(0)}"
         return f", CPU ({torch.backends.cpu.get_cpu_capability()})"
     from mlx import core
 

@@ -1,0 +1,88 @@
+"""How the device's memory is divided: weights, KV cache of open sequences, and MLX's own use.
+
+MLX caches freed buffers, by default as many as the memory holds, and keeps what loading freed. Its
+memory limit did not make it release them on an H200, so the cache has a limit of its own. On CUDA,
+releasing all of them takes a third of a second, and releasing some for a new size waits for the
+device: the cache may be large. On Metal, memory is shared with all other programs: the cache is
+small. There, macOS may also page out buffers of a GPU that idles, and the first reply after a pause
+would wait for them: wired buffers stay.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+_LOG = logging.getLogger(__name__)
+# MLX caches at most one part in this many.
+_OF_CUDA = 3
+_OF_METAL = 16
+_RESERVED = 8  # one part in this many of the device is for activations, kernels and other programs
+_MARGIN = 10  # MLX may use one part in this many more than weights and KV cache
+_LEAST_MARGIN = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The shares of the device's memory, in bytes.
+
+    Attributes:
+        total: What the server may use; 0 if there is no limit, as on a CPU without a setting.
+        budget: Limit of the KV cache by the setting; 0 if there is none.
+    """
+
+    total: int
+    weights: int
+    budget: int = 0
+
+    @property
+    def kv_room(self) -> int | None:
+        """Bytes for open sequences; None without a limit. Negative if the weights do not fit."""
+        return self.total - self.total // _RESERVED - self.weights if self.total else None
+
+    @property
+    def limit(self) -> int:
+        """Bytes that arrays and cached buffers may take together."""
+        room = self.kv_room or 0
+        needed = self.weights + min(self.budget or room, room)
+        return min(self.total, needed + max(needed // _MARGIN, _LEAST_MARGIN))
+
+
+def device_total(setting: int) -> int:
+    """Return the bytes of the default device that the server may use; 0 for a CPU by default."""
+    if mx.default_device() != mx.Device(mx.gpu):
+        return setting
+    info = mx.device_info()
+    total = int(info.get("max_recommended_working_set_size") or info.get("total_memory") or 0)
+    return min(setting, total) if setting and total else setting or total
+
+
+def limit_device_memory(plan: MemoryPlan) -> None:
+    """Set MLX's limits for its default device, and release what loading left; none for a CPU."""
+    if mx.default_device() != mx.Device(mx.gpu):
+        return
+    mx.clear_cache()
+    if working_set := int(mx.device_info().get("max_recommended_working_set_size") or 0):
+        mx.set_cache_limit(min(working_set, plan.limit) // _OF_METAL)
+        mx.set_memory_limit(plan.limit)
+        _wire(working_set)
+    elif plan.total:
+        mx.set_cache_limit(plan.limit // _OF_CUDA)
+        mx.set_memory_limit(plan.limit)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of MLX means that an allocation failed."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "unable to allocate" in text or "out of memory" in text
+
+
+def _wire(nbytes: int) -> None:
+    try:
+        mx.set_wired_limit(nbytes)
+    except (RuntimeError, ValueError) as error:  # before macOS 15, or a lower limit of the system
+        _LOG.warning(
+            "macOS may page out the model while it idles, so that the first reply after a pause "
+            "is slow: %s",
+            error,
+        )

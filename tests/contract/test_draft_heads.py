@@ -1,0 +1,215 @@
+"""Replies with a model's own MTP head, by the engine on torch, equal those of plain decoding."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from semantic.adapters.outbound.backends.fake import FakeTokenizer
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.adapters.outbound.backends.torch.mtp import state as head_state
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.engine.request import Job
+from semantic.application.settings import EngineLimits
+from semantic.domain.pool import BlockPool
+from semantic.domain.sampling import SamplingParams
+from semantic.ports.backend import Chunk, Draw, ModelBackendPort, SequenceId
+from tests.contract.driver import GREEDY, begin, prompt, sampled, step
+from tests.contract.head_models import HEAD_FAMILIES, write_head_model
+from tests.contract.models import TinyModel
+from tests.contract.test_draft_models import NUM_REPLY, SEEDED, make_job
+from tests.unit.application.engine_rig import EngineRig
+
+pytestmark = pytest.mark.contract
+
+# How much the layers add: nothing, so that the head is always right; little; and as much as usual.
+ALWAYS, MOSTLY, RARELY = 0.0, 0.004, 1.0
+
+GetHeadModel = Callable[[str, float], TinyModel]
+
+
+@pytest.fixture(scope="module")
+def head_model(tmp_path_factory: pytest.TempPathFactory) -> GetHeadModel:
+    written: dict[tuple[str, float], TinyModel] = {}
+
+    def get(family: str, share: float) -> TinyModel:
+        if (family, share) not in written:
+            directory = tmp_path_factory.mktemp(family)
+            written[family, share] = write_head_model(directory, family, share)
+        return written[family, share]
+
+    return get
+
+
+def load(model: TinyModel, *, has_head: bool = True) -> TorchBackend:
+    options = TorchOptions("float32", num_threads=1, has_head=has_head)
+    return TorchBackend(model.directory, model.spec, options)
+
+
+def make_rig(
+    backend: ModelBackendPort, lengths: Sequence[int], max_idle: int
+) -> EngineRig[ModelBackendPort]:
+    store = AgentCacheStore(BlockPool(backend.spec, backend.bytes_for(lengths)))
+    return EngineRig(backend, store, EngineLimits(max_idle=max_idle), tokenizer=FakeTokenizer())
+
+
+@functools.cache
+def _without_head(model: TinyModel) -> TorchBackend:
+    return load(model, has_head=False)
+
+
+def alone(model: TinyModel, tokens: Sequence[int], params: SamplingParams, count: int) -> list[int]:
+    """The reply without a head, computed fresh."""
+    run = begin(_without_head(model), 1, tokens, params)
+    reply = run.finish(count)
+    run.backend.close_sequence(run.seq)
+    return reply
+
+
+@pytest.mark.parametrize("family", HEAD_FAMILIES)
+@pytest.mark.parametrize("share", [MOSTLY, RARELY], ids=["mostly", "rarely"])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_replies_are_those_of_plain_decoding(
+    head_model: GetHeadModel, family: str, share: float, params: SamplingParams
+) -> None:
+    model = head_model(family, share)
+    rig = make_rig(load(model), [500] * 64, max_idle=8)
+
+    def expect(*jobs: Job) -> None:
+        rig.serve(*jobs)
+        for job in jobs:
+            expected = alone(model, job.tokens, params, job.max_tokens)
+            assert list(rig.reply_state(job.id).tokens) == expected
+
+    first = prompt(40)
+    jobs = [make_job(f"batched {i}", [*first, *prompt(9, i)], params, NUM_REPLY) for i in range(3)]
+    expect(*jobs)
+    said = [*jobs[0].tokens, *rig.reply_state(jobs[0].id).tokens]
+    expect(forked := make_job("forked", [*said, *prompt(5, 7)], params, NUM_REPLY))
+    for job in (*jobs, forked):
+        rig.engine.close_idle(job.agent)
+    expect(restored := make_job("restored", [*said, *prompt(5, 8)], params, NUM_REPLY))
+    assert rig.num_reused("restored") >= len(jobs[0].tokens)
+    usages = [rig.finished(job.id).usage for job in (*jobs, forked, restored)]
+    assert sum(usage.rejected_prediction_tokens for usage in usages) > 0
+    if share == MOSTLY:
+        assert sum(usage.accepted_by_source.get("mtp", 0) for usage in usages) > 8
+
+
+@pytest.mark.parametrize("family", HEAD_FAMILIES)
+def test_preempted_replies_are_those_of_plain_decoding(
+    head_model: GetHeadModel, family: str
+) -> None:
+    model = head_model(family, MOSTLY)
+    rig = make_rig(load(model), [300, 210], max_idle=0)
+    jobs = [make_job(f"{i}", prompt(236, i), SEEDED, 40) for i in range(2)]
+    rig.serve(*jobs)
+    assert rig.store.telemetry.counts.engine.preemptions
+    for job in jobs:
+        assert list(rig.reply_state(job.id).tokens) == alone(model, job.tokens, SEEDED, 40)
+
+
+@pytest.mark.parametrize("family", HEAD_FAMILIES)
+def test_a_head_that_agrees_is_always_accepted(head_model: GetHeadModel, family: str) -> None:
+    """Also over more tokens than it attends to, and beside rows of other lengths."""
+    backend = load(head_model(family, ALWAYS))
+    assert backend.head is not None
+    runs = [begin(backend, size, prompt(size), SEEDED) for size in (3, 30)]
+    rows = step(backend, *(run.chunk() for run in runs))
+    for run, row in zip(runs, rows, strict=True):
+        run.take(run.chunk(), row)
+    for _ in range(3):
+        chunks = [run.chunk() for run in runs]
+        drafts = backend.head.draft(chunks, 4)
+        chunks = [replace(c, draft=d) for c, d in zip(chunks, drafts, strict=True)]
+        for run, row in zip(runs, step(backend, *chunks), strict=True):
+            drawn = [*sampled(row).accepted, sampled(row)]
+            assert len(drawn) == 5
+            run.tokens += [each.token for each in drawn]
+            run.num_held += len(drawn)
+
+
+def test_a_head_does_not_depend_on_the_rows_beside_it(head_model: GetHeadModel) -> None:
+    """Rows of other lengths pad a batch; the drafts of strong layers show what they attend to."""
+    backend = load(head_model("glm4-moe", RARELY))
+    head = backend.head
+    assert head is not None
+
+    def drafted(sizes: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        for again in range(2):  # with new entries only, and after some
+            chunks = []
+            for size in sizes:
+                seq = SequenceId(size)
+                if not again:
+                    backend.open_sequence(seq, prompt(size))
+                tokens = (*prompt(size), 7)[size * again :]
+                step(backend, Chunk(seq, size * again, tokens[:-1] or tokens))
+                start = size + again
+                chunks.append(Chunk(seq, start, (9,), Draw(GREEDY, size)))
+            found = dict(zip(sizes, head.draft(chunks, 3), strict=True))
+        for size in sizes:
+            backend.close_sequence(SequenceId(size))
+        return found
+
+    sizes = (4, 17, 40)
+    together = drafted(sizes)
+    assert all(map(len, together.values()))
+    assert together == {size: drafted([size])[size] for size in sizes}
+
+
+def test_a_head_keeps_a_bounded_part_of_a_sequence(
+    head_model: GetHeadModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_state, "MAX_ENTRIES", 24)
+    monkeypatch.setattr(head_state, "MAX_HIDDEN", 16)
+    backend = load(head_model("glm4-moe", ALWAYS))
+    assert backend.head is not None
+    run = begin(backend, 1, prompt(60), SEEDED)
+    state = backend._sequences[run.seq].ahead
+    for _ in range(40):
+        run.take(run.chunk(), *step(backend, run.chunk()))
+        assert state.num_hidden < 2 * 16
+    for _ in range(20):
+        assert len(backend.head.draft([run.chunk()], 2)[0]) == 2
+        run.take(run.chunk(), *step(backend, run.chunk()))
+        assert 0 < state.num_entries <= 24
+    assert backend.memory() <= backend.bytes_for([len(run.tokens)])
+
+
+def test_a_sequence_that_was_cut_or_forked_begins_anew(head_model: GetHeadModel) -> None:
+    backend = load(head_model("deepseek-v3", RARELY))
+    assert backend.head is not None
+    run = begin(backend, 1, prompt(20), GREEDY)
+    run.take(run.chunk(), *step(backend, run.chunk()))
+    assert backend.head.draft([run.chunk()], 1) != [()]
+    copy, draw = SequenceId(2), Draw(GREEDY, 20)
+    assert backend.fork(run.seq, copy, 12)
+    assert backend.truncate(run.seq, 12) == 12
+    for seq in (run.seq, copy):
+        chunk = Chunk(seq, 12, (5,), draw)
+        assert backend.head.draft([chunk], 2) == [()]
+        step(backend, chunk)
+        assert len(backend.head.draft([replace(chunk, start=13)], 2)[0]) == 2
+
+
+def test_a_head_changes_neither_geometry_nor_traits(head_model: GetHeadModel) -> None:
+    """So that stored KV cache is used with and without it."""
+    model = head_model("glm4-moe", MOSTLY)
+    with_head, without = load(model), load(model, has_head=False)
+    assert without.head is None
+    assert with_head.spec == without.spec
+    assert with_head.traits == without.traits
+
+
+def test_a_head_without_some_weights_is_not_read(tmp_path: Path) -> None:
+    model = write_head_model(tmp_path, "glm4-moe", MOSTLY)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.2.eh_proj.weight"]
+    save_file(weights, file, {"format": "pt"})
+    assert load(model).head is None
