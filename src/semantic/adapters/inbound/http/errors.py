@@ -9,12 +9,11 @@ from typing import Any, Literal, NamedTuple
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import ConfigDict, with_config
+from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
-from typing_extensions import TypedDict
 
 from semantic.adapters.inbound.http.streaming import CLIENT_LEFT
 from semantic.adapters.validation import field_path, most_telling, plain_reason
@@ -79,8 +78,10 @@ _MEANINGS: dict[int | str, str] = {
 }
 
 
-@with_config(ConfigDict(extra="forbid"))
-class ErrorDetail(TypedDict):
+# Models, whose schemas pydantic builds once: that of a TypedDict is built again for every route.
+
+
+class ErrorDetail(BaseModel, extra="forbid"):
     """The error, and the field that caused it."""
 
     message: str
@@ -89,27 +90,26 @@ class ErrorDetail(TypedDict):
     code: str
 
 
-@with_config(ConfigDict(extra="forbid"))
-class ErrorBody(TypedDict):
+class ErrorBody(BaseModel, extra="forbid"):
     """The body of every error response."""
 
     error: ErrorDetail
 
 
-class OllamaErrorBody(TypedDict):
+class OllamaErrorBody(BaseModel):
     """The body of every error response to Ollama's clients."""
 
     error: str
 
 
-class AnthropicErrorDetail(TypedDict):
+class AnthropicErrorDetail(BaseModel):
     """The error, for Anthropic's clients."""
 
     type: str
     message: str
 
 
-class AnthropicErrorBody(TypedDict):
+class AnthropicErrorBody(BaseModel):
     """The body of every error response to Anthropic's clients."""
 
     type: Literal["error"]
@@ -121,7 +121,7 @@ def refusals(*statuses: int | str, body: Any = ErrorBody) -> dict[int | str, dic
     return {status: {"model": body, "description": _MEANINGS[status]} for status in statuses}
 
 
-def openai_body(error: errors.SemanticError) -> ErrorBody:
+def openai_body(error: errors.SemanticError) -> dict[str, Any]:
     """Format an error for OpenAI's clients, in a response or in a stream."""
     row, message, param = _row(error), error.message, None
     if isinstance(error, errors.ModelNotFoundError):
@@ -134,7 +134,7 @@ def openai_body(error: errors.SemanticError) -> ErrorBody:
     return _openai(message, row.type, row.code, param)
 
 
-def anthropic_body(error: errors.SemanticError) -> AnthropicErrorBody:
+def anthropic_body(error: errors.SemanticError) -> dict[str, Any]:
     """Format an error for Anthropic's clients, in a response or in a stream."""
     message = error.message
     if isinstance(error, errors.ContextLengthError):
@@ -149,12 +149,14 @@ def _row(error: errors.SemanticError) -> _Row:
     return next(row for row in _TABLE if isinstance(error, row.error))
 
 
-def _openai(message: str, kind: str, code: str, param: str | None) -> ErrorBody:
-    return {"error": {"message": _plain(message), "type": kind, "param": param, "code": code}}
+def _openai(message: str, kind: str, code: str, param: str | None) -> dict[str, Any]:
+    detail = ErrorDetail(message=_plain(message), type=kind, param=param, code=code)
+    return ErrorBody(error=detail).model_dump()
 
 
-def _anthropic(kind: str, message: str) -> AnthropicErrorBody:
-    return {"type": "error", "error": {"type": kind, "message": _plain(message)}}
+def _anthropic(kind: str, message: str) -> dict[str, Any]:
+    detail = AnthropicErrorDetail(type=kind, message=_plain(message))
+    return AnthropicErrorBody(type="error", error=detail).model_dump()
 
 
 def _plain(message: str) -> str:
@@ -180,7 +182,7 @@ class _VendorResponse(Response):
     Ollama's clients get the status and the message that OpenAI's get; its body has no other field.
     """
 
-    def __init__(self, openai: JSONResponse, status: int, anthropic: AnthropicErrorBody) -> None:
+    def __init__(self, openai: JSONResponse, status: int, anthropic: dict[str, Any]) -> None:
         super().__init__(status_code=openai.status_code)
         self._openai = openai
         self._status = status
