@@ -87,7 +87,7 @@ def join_server(address: str) -> int:
 
 def run_cluster(settings: Settings) -> int:
     """Run servers as replicas on Ray until a signal arrives; returns an exit status."""
-    status: int = _load("ray_app").run_cluster(settings)
+    status: int = _load("supervisor").run_cluster(settings)
     return status
 
 

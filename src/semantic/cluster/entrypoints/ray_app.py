@@ -8,18 +8,13 @@ It then finishes its streams and uploads its remaining blocks.
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import math
 import os
 import pickle
 import re
-import signal
 import socket
-import sys
-import threading
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,10 +23,9 @@ from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from semantic.adapters.config.settings import Settings
 from semantic.adapters.config.sources import load_settings
-from semantic.adapters.extras import missing_extra
 from semantic.adapters.outbound.blocks.directory import DirectoryLock
+from semantic.cluster.entrypoints.supervisor import require_shared_store
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.bootstrap import Server, bootstrap
 from semantic.entrypoints.server import create_app, tune_process
@@ -39,13 +33,12 @@ from semantic.ports.inbound import ModelState
 
 try:
     from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
-except ModuleNotFoundError:  # `run_cluster` reports it; a replica does not need it
+except ModuleNotFoundError:  # the command reports it; a replica does not need it
     ConsistentHashRouter = object
 
 NAME = "semantic"
 _HOPELESS = {ModelState.HUNG, ModelState.FAILED, ModelState.STOPPED}
 _LOAD_POLL_S = 0.05
-_STOP_POLL_S = 0.2
 _HIGH_PRESSURE = 0.8  # share of the KV cache's memory that is in use and cannot be evicted
 _NUM_FALLBACKS = 8  # replicas to try when an agent's own is full
 _QUEUES = 2  # batches per replica, the running one included, before others are tried
@@ -208,7 +201,8 @@ def build(options: Mapping[str, Any]) -> Any:
     from ray import serve
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-    settings = _checked(load_settings(dict(options)))
+    settings = load_settings(dict(options))
+    require_shared_store(settings)
     most = settings.max_replicas or settings.replicas
     scaling = AutoscalingConfig(
         min_replicas=settings.replicas,
@@ -237,68 +231,3 @@ def build(options: Mapping[str, Any]) -> Any:
         ray_actor_options={"num_cpus": settings.replica_cpus, "num_gpus": settings.replica_gpus},
     )
     return deployment(serve.ingress()(Replica)).bind(dict(options))
-
-
-def _checked(settings: Settings) -> Settings:
-    if settings.store != "shared":
-        raise InvalidRequestError(
-            "replicas share their agents: semantic cluster needs store = shared, database_url and "
-            "objects_url",
-            param="store",
-        )
-    return settings
-
-
-# -- the command ---------------------------------------------------------------------------------
-
-
-def _quiet(address: str | None) -> dict[str, Any]:
-    usual: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
-    return usual if address else {**usual, "include_dashboard": False}
-
-
-def run_cluster(settings: Settings) -> int:
-    """Run the application until a signal arrives; returns the process's exit status.
-
-    Raises:
-        InvalidRequestError: the store is not shared, or Ray is not installed or not reachable.
-    """
-    _checked(settings)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15, other load starves it
-    try:
-        import ray
-        from ray import serve
-    except ModuleNotFoundError as error:
-        message = missing_extra("semantic cluster", error.name, "cluster")
-        raise InvalidRequestError(message) from error
-    options = settings.model_dump(mode="json", exclude_unset=True)
-    try:
-        ray.init(settings.ray_address or "local", **_quiet(settings.ray_address))
-    except ConnectionError as error:
-        raise InvalidRequestError(
-            f"no Ray cluster responds at {settings.ray_address}: {error}", param="ray_address"
-        ) from error
-    http = {"host": settings.host, "port": settings.port, "keep_alive_timeout_s": 60}
-    if settings.tls_cert and settings.tls_key:
-        http |= {"ssl_certfile": str(settings.tls_cert), "ssl_keyfile": str(settings.tls_key)}
-    is_over = threading.Event()
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, lambda *_: is_over.set())
-    serve.start(proxy_location="EveryNode", http_options=http)
-    serve.run(build(options), name=NAME, route_prefix="/")
-    url = f"{'https' if settings.tls_cert else 'http'}://{settings.host}:{settings.port}"
-    sys.stdout.write(f"listening: {url}\nready: {settings.replicas} replicas of {settings.model}\n")
-    sys.stdout.flush()
-    is_over.wait()
-    sys.stdout.write("stopping: running replies finish; a second signal stops them at once\n")
-    sys.stdout.flush()
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt):
-        serve.delete(NAME, _blocking=False)  # blocking waits at most a minute
-        while NAME in serve.status().applications:
-            time.sleep(_STOP_POLL_S)
-    serve.shutdown()
-    ray.shutdown()
-    return 0
