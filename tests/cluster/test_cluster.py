@@ -165,7 +165,13 @@ def test_the_head_is_killed_and_comes_back(fleet: RayFleet) -> None:
         fleet.head.start_again()
         talk.await_turns(6)
     talk.check()
+    # The command finds the servers again; nobody starts it, and it replaces none of them.
+    assert eventually(lambda: fleet.said.count("ready:") == 2, 300), fleet.logs()
+    assert fleet.replicas() == before
     # Who dies is replaced again.
     os.kill(fleet.replicas()[0], signal.SIGKILL)
     assert eventually(lambda: len(set(fleet.replicas()) - set(before)) == 1, 300), fleet.logs()
     fleet.await_replicas(3)
+    fleet.driver.send_signal(signal.SIGINT)
+    assert fleet.driver.wait(300) == 0
+    assert not fleet.replicas()
