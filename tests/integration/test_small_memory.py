@@ -1,9 +1,13 @@
-"""An agent on disk that is larger than the memory it is reloaded into."""
+"""Servers with less memory than their agents need, on the host and on a device."""
 
+import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from examples.custom_model import make_tiny_model
 
 from tests.http_server import RunningServer, make_settings, run_server
 
@@ -50,3 +54,46 @@ def test_a_reload_larger_than_memory_is_right_and_warm_block_by_block(
     assert again["choices"] == right["choices"]
     usage = again["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] > 0.9 * usage["prompt_tokens"]
+
+
+def answer_all(running: RunningServer, numbers: range) -> list[tuple[int, str]]:
+    """Let agents answer long prompts at the same time; returns each status and reply."""
+
+    def turn(number: int) -> tuple[int, str]:
+        said = [{"role": "user", "content": f"Agent {number}. {SYSTEM * 2}"}]
+        body = {"model": running.model, "messages": said, "max_tokens": 8, "temperature": 0}
+        with running.client(headers={"x-agent-id": f"agent-{number}"}) as http:
+            reply = http.post("/v1/chat/completions", json=body)
+        got = reply.json()
+        return reply.status_code, got["choices"][0]["message"]["content"]
+
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        return list(pool.map(turn, numbers))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlx_lm") is None, reason="mlx-lm is not installed")
+def test_a_device_too_small_for_all_agents_serves_them_in_turn_and_keeps_them(
+    starter_home: Path, tmp_path: Path
+) -> None:
+    (starter,) = (starter_home / "models").glob("smollm2*")
+    model = make_tiny_model(starter, tmp_path / "tiny")
+    options: dict[str, Any] = {"backend": "mlx", "dtype": "float32", "model": str(model)}
+    agents = range(6)
+    with run_server(make_settings(tmp_path / "roomy", **options)) as running:
+        expected = answer_all(running, agents)
+    # The weights take 12.5 MB, an eighth is reserved, and two prompts do not fit into the rest.
+    options["device_memory_mb"] = 15
+    small = make_settings(tmp_path / "small", **options)
+    with run_server(small) as running, running.client() as http:
+        assert answer_all(running, agents) == expected
+        memory = http.get("/health").json()["device_memory"]
+        assert memory["total"] == 15 * 2**20
+        assert 0 < memory["weights"] < memory["used"]
+        too_long = {"model": running.model, "prompt": SYSTEM * 4, "max_tokens": 1}
+        refused = http.post("/v1/completions", json=too_long)
+        assert refused.status_code in {400, 429}
+        assert "memory" in refused.json()["error"]["message"]
+    with run_server(small) as running, running.client() as http:
+        listed = http.get("/v1/agents").json()["data"]
+        assert {agent["id"] for agent in listed} >= {f"agent-{number}" for number in agents}
+        assert answer_all(running, agents) == expected

@@ -178,7 +178,8 @@ def _problems(server: Server) -> list[str]:
 def _condition(server: Server) -> Condition:
     pressure = server.pressure()
     note = server.memory.note if current_principal().is_admin else ""
-    return Condition(server.device.is_draining, pressure, _problems(server), note)
+    device = server.cache.use().device
+    return Condition(server.device.is_draining, pressure, _problems(server), note, device)
 
 
 def _add_middleware(app: FastAPI, server: Server) -> None:

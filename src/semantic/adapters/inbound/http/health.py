@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from semantic import __version__
 from semantic.application.engine.model import STARTING
 from semantic.application.models.registry import ModelRegistry
+from semantic.ports.backend import DeviceMemory
 from semantic.ports.inbound import ModelState, ModelStatus
 from semantic.ports.telemetry import Readings
 
@@ -28,12 +29,14 @@ class Condition:
         pressure: The share of the KV cache's memory that eviction cannot free, from 0 to 1.
         problems: Faults that do not keep the server from answering.
         note: Stored data that cannot be used and is recomputed; not a fault.
+        device: The device's own memory, if it has any.
     """
 
     is_draining: bool = False
     pressure: float = 0.0
     problems: Sequence[str] = ()
     note: str = ""
+    device: DeviceMemory | None = None
 
 
 def health_router(models: ModelRegistry, condition: Callable[[], Condition]) -> APIRouter:
@@ -55,6 +58,7 @@ def health_router(models: ModelRegistry, condition: Callable[[], Condition]) -> 
             "draft_model": current.draft_model,
             "images": current.images.value if current.images else None,
             "pressure": round(now.pressure, 3),
+            "device_memory": _shares(now.device) if now.device else None,
             "problem": "; ".join(now.problems),
             "note": now.note,
         }
@@ -81,6 +85,10 @@ def health_router(models: ModelRegistry, condition: Callable[[], Condition]) -> 
         return answer(_ANSWERING | {ModelState.HUNG}, is_work_wanted=False)
 
     return router
+
+
+def _shares(device: DeviceMemory) -> dict[str, int]:
+    return {**asdict(device), "scratch": device.scratch}
 
 
 def _state(model: ModelStatus, *, is_draining: bool) -> str:
