@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from examples.custom_model import make_tiny_model
-
 from tests.http_server import RunningServer, make_settings, run_server
 
 pytestmark = pytest.mark.integration

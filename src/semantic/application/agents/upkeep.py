@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
@@ -339,17 +339,26 @@ class Upkeep:
     def _pointer(self, agent: Agent) -> Pointer | None:
         return self._agents.place(agent).pointer
 
+    def _pointers(self, agents: Sequence[Agent]) -> list[Pointer | None]:
+        """Read where agents are: together, or one by one if a row of the ledger is damaged."""
+        try:
+            return [place.pointer for place in self._agents.places(agents)]
+        except CachePersistenceError:
+            return list(self._each("finding the blocks", agents, self._pointer))
+
     def _partly_reachable(self) -> set[BlockName]:
         """Return the remaining blocks of agents whose last blocks were evicted."""
+        agents = self._agents.recent()
+        last = {(a.tenant, a.id): p for a, p in zip(agents, self._pointers(agents), strict=True)}
 
         def names(agent: Agent) -> list[BlockName]:
-            pointer = self._pointer(agent)
+            pointer = last[agent.tenant, agent.id]
             if pointer is None or self._store.get(pointer.block) is not None:
                 return []
             nodes = self._collector.lineage(pointer, lambda: self._agents.tokens(agent))
             return [node.name for node in nodes]
 
-        found = self._each("finding the blocks", self._agents.recent(), names)
+        found = self._each("finding the blocks", agents, names)
         return {name for names in found for name in names or ()}
 
     def _next_parts(self, agent: Agent) -> tuple[WantedPart, ...]:
@@ -367,8 +376,7 @@ class Upkeep:
             for agent in self._agents.recent()
             if (agent.tenant, agent.id) != (but.tenant, but.id)
         ]
-        found = self._each("finding the blocks", others, self._pointer)
-        return [pointer for pointer in found if pointer is not None]
+        return [pointer for pointer in self._pointers(others) if pointer is not None]
 
     def _write_touches(self) -> None:
         if self._disk is None:

@@ -1,6 +1,7 @@
 """Background work: tiers, garbage collection, verification, warm starts and old boundaries."""
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 
@@ -357,6 +358,11 @@ class TornLedger(IndexedLedger):
     def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
         self._check(turn_id)
         return super().place(tenant, turn_id)
+
+    def places(self, tenant: str, turn_ids: Sequence[str]) -> dict[str, TurnPlace]:
+        for turn_id in turn_ids:
+            self._check(turn_id)
+        return super().places(tenant, turn_ids)
 
     def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
         self._check(head)
