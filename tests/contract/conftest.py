@@ -122,15 +122,17 @@ def require_mlx() -> None:
 
 
 def make_mlx(
-    model: TinyModel, dtype: Literal["float32", "bfloat16"] = "float32"
+    model: TinyModel,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    *,
+    has_head: bool = False,
 ) -> ModelBackendPort:
     """A backend that computes in a number format."""
     from semantic.adapters.outbound.backends.mlx.backend import MlxBackend
     from semantic.adapters.outbound.backends.mlx.loading import MlxOptions
 
-    return MlxBackend.from_directory(
-        model.directory, model.spec, MlxOptions(dtype=dtype, pinned_bytes=2**30)
-    )
+    options = MlxOptions(dtype=dtype, pinned_bytes=2**30, has_head=has_head)
+    return MlxBackend.from_directory(model.directory, model.spec, options)
 
 
 _NAMES = (

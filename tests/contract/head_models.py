@@ -56,5 +56,6 @@ def write_head_model(
     weights |= {f"{layer}{name}.weight": torch.ones(size) for name in norms}
     save_file({**weights, f"{layer}eh_proj.weight": pair}, file, {"format": "pt"})
     values = json.loads(written.read_text())
-    written.write_text(json.dumps({**values, "num_hidden_layers": count}))
+    values |= {"num_hidden_layers": count, "rope_scaling": values.get("rope_scaling")}
+    written.write_text(json.dumps(values))
     return TinyModel(directory, spec_of(directory, BLOCK_TOKENS))

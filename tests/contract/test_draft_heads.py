@@ -1,23 +1,25 @@
-"""Replies with a model's own MTP head, by the engine on torch, equal those of plain decoding."""
+"""Replies with a model's own MTP head, by the engine, equal those of plain decoding."""
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from semantic.adapters.outbound.backends.fake import FakeTokenizer
+from semantic.adapters.outbound.backends.mtp import state as head_state
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
-from semantic.adapters.outbound.backends.torch.mtp import state as head_state
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.request import Job
 from semantic.application.settings import EngineLimits
 from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import SamplingParams
 from semantic.ports.backend import Chunk, Draw, ModelBackendPort, SequenceId
+from tests.contract.conftest import make_mlx, require_mlx
 from tests.contract.driver import GREEDY, begin, prompt, sampled, step
 from tests.contract.head_models import HEAD_FAMILIES, write_head_model
 from tests.contract.models import TinyModel
@@ -29,25 +31,42 @@ pytestmark = pytest.mark.contract
 # How much the layers add: nothing, so that the head is always right; little; and as much as usual.
 ALWAYS, MOSTLY, RARELY = 0.0, 0.004, 1.0
 
-GetHeadModel = Callable[[str, float], TinyModel]
+# Each family on each backend.
+SUBJECTS = tuple(f"{library}-{family}" for library in ("torch", "mlx") for family in HEAD_FAMILIES)
+
+
+@dataclass(frozen=True)
+class HeadModel:
+    """A model with a head, for one of the backends."""
+
+    library: str
+    model: TinyModel
+
+    def load(self, *, has_head: bool = True) -> Any:
+        model = self.model
+        if self.library == "mlx":
+            return make_mlx(model, has_head=has_head)
+        options = TorchOptions("float32", num_threads=1, has_head=has_head)
+        return TorchBackend(model.directory, model.spec, options)
+
+
+GetHeadModel = Callable[[str, float], HeadModel]
 
 
 @pytest.fixture(scope="module")
 def head_model(tmp_path_factory: pytest.TempPathFactory) -> GetHeadModel:
     written: dict[tuple[str, float], TinyModel] = {}
 
-    def get(family: str, share: float) -> TinyModel:
+    def get(subject: str, share: float) -> HeadModel:
+        library, _, family = subject.partition("-")
+        if library == "mlx":
+            require_mlx()
         if (family, share) not in written:
             directory = tmp_path_factory.mktemp(family)
             written[family, share] = write_head_model(directory, family, share)
-        return written[family, share]
+        return HeadModel(library, written[family, share])
 
     return get
-
-
-def load(model: TinyModel, *, has_head: bool = True) -> TorchBackend:
-    options = TorchOptions("float32", num_threads=1, has_head=has_head)
-    return TorchBackend(model.directory, model.spec, options)
 
 
 def make_rig(
@@ -58,11 +77,11 @@ def make_rig(
 
 
 @functools.cache
-def _without_head(model: TinyModel) -> TorchBackend:
-    return load(model, has_head=False)
+def _without_head(model: HeadModel) -> Any:
+    return model.load(has_head=False)
 
 
-def alone(model: TinyModel, tokens: Sequence[int], params: SamplingParams, count: int) -> list[int]:
+def alone(model: HeadModel, tokens: Sequence[int], params: SamplingParams, count: int) -> list[int]:
     """The reply without a head, computed fresh."""
     run = begin(_without_head(model), 1, tokens, params)
     reply = run.finish(count)
@@ -70,14 +89,14 @@ def alone(model: TinyModel, tokens: Sequence[int], params: SamplingParams, count
     return reply
 
 
-@pytest.mark.parametrize("family", HEAD_FAMILIES)
+@pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("share", [MOSTLY, RARELY], ids=["mostly", "rarely"])
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_replies_are_those_of_plain_decoding(
-    head_model: GetHeadModel, family: str, share: float, params: SamplingParams
+    head_model: GetHeadModel, subject: str, share: float, params: SamplingParams
 ) -> None:
-    model = head_model(family, share)
-    rig = make_rig(load(model), [500] * 64, max_idle=8)
+    model = head_model(subject, share)
+    rig = make_rig(model.load(), [500] * 64, max_idle=8)
 
     def expect(*jobs: Job) -> None:
         rig.serve(*jobs)
@@ -100,12 +119,12 @@ def test_replies_are_those_of_plain_decoding(
         assert sum(usage.accepted_by_source.get("mtp", 0) for usage in usages) > 8
 
 
-@pytest.mark.parametrize("family", HEAD_FAMILIES)
+@pytest.mark.parametrize("subject", SUBJECTS)
 def test_preempted_replies_are_those_of_plain_decoding(
-    head_model: GetHeadModel, family: str
+    head_model: GetHeadModel, subject: str
 ) -> None:
-    model = head_model(family, MOSTLY)
-    rig = make_rig(load(model), [300, 210], max_idle=0)
+    model = head_model(subject, MOSTLY)
+    rig = make_rig(model.load(), [300, 210], max_idle=0)
     jobs = [make_job(f"{i}", prompt(236, i), SEEDED, 40) for i in range(2)]
     rig.serve(*jobs)
     assert rig.store.telemetry.counts.engine.preemptions
@@ -113,10 +132,10 @@ def test_preempted_replies_are_those_of_plain_decoding(
         assert list(rig.reply_state(job.id).tokens) == alone(model, job.tokens, SEEDED, 40)
 
 
-@pytest.mark.parametrize("family", HEAD_FAMILIES)
-def test_a_head_that_agrees_is_always_accepted(head_model: GetHeadModel, family: str) -> None:
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_a_head_that_agrees_is_always_accepted(head_model: GetHeadModel, subject: str) -> None:
     """Also over more tokens than it attends to, and beside rows of other lengths."""
-    backend = load(head_model(family, ALWAYS))
+    backend = head_model(subject, ALWAYS).load()
     assert backend.head is not None
     runs = [begin(backend, size, prompt(size), SEEDED) for size in (3, 30)]
     rows = step(backend, *(run.chunk() for run in runs))
@@ -133,9 +152,12 @@ def test_a_head_that_agrees_is_always_accepted(head_model: GetHeadModel, family:
             run.num_held += len(drawn)
 
 
-def test_a_head_does_not_depend_on_the_rows_beside_it(head_model: GetHeadModel) -> None:
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_a_head_does_not_depend_on_the_rows_beside_it(
+    head_model: GetHeadModel, subject: str
+) -> None:
     """Rows of other lengths pad a batch; the drafts of strong layers show what they attend to."""
-    backend = load(head_model("glm4-moe", RARELY))
+    backend = head_model(subject, RARELY).load()
     head = backend.head
     assert head is not None
 
@@ -162,12 +184,33 @@ def test_a_head_does_not_depend_on_the_rows_beside_it(head_model: GetHeadModel) 
     assert together == {size: drafted([size])[size] for size in sizes}
 
 
+@pytest.mark.parametrize("family", HEAD_FAMILIES)
+def test_backends_draft_the_same_tokens(head_model: GetHeadModel, family: str) -> None:
+    """A head of another library, read by another way, computes the same."""
+
+    def drafted(library: str) -> list[tuple[int, ...]]:
+        backend = head_model(f"{library}-{family}", RARELY).load()
+        assert backend.head is not None
+        found = []
+        for size in (2, 11, 40):
+            seq = SequenceId(size)
+            backend.open_sequence(seq, prompt(size))
+            step(backend, Chunk(seq, 0, tuple(prompt(size))))
+            found += backend.head.draft([Chunk(seq, size, (9,), Draw(SEEDED, size))], 6)
+        return found
+
+    on_torch = drafted("torch")
+    assert all(len(tokens) == 6 for tokens in on_torch)
+    assert on_torch == drafted("mlx")
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
 def test_a_head_keeps_a_bounded_part_of_a_sequence(
-    head_model: GetHeadModel, monkeypatch: pytest.MonkeyPatch
+    head_model: GetHeadModel, subject: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_state, "MAX_ENTRIES", 24)
     monkeypatch.setattr(head_state, "MAX_HIDDEN", 16)
-    backend = load(head_model("glm4-moe", ALWAYS))
+    backend = head_model(subject, ALWAYS).load()
     assert backend.head is not None
     run = begin(backend, 1, prompt(60), SEEDED)
     state = backend._sequences[run.seq].ahead
@@ -181,8 +224,11 @@ def test_a_head_keeps_a_bounded_part_of_a_sequence(
     assert backend.memory() <= backend.bytes_for([len(run.tokens)])
 
 
-def test_a_sequence_that_was_cut_or_forked_begins_anew(head_model: GetHeadModel) -> None:
-    backend = load(head_model("deepseek-v3", RARELY))
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_a_sequence_that_was_cut_or_forked_begins_anew(
+    head_model: GetHeadModel, subject: str
+) -> None:
+    backend = head_model(subject, RARELY).load()
     assert backend.head is not None
     run = begin(backend, 1, prompt(20), GREEDY)
     run.take(run.chunk(), *step(backend, run.chunk()))
@@ -197,19 +243,23 @@ def test_a_sequence_that_was_cut_or_forked_begins_anew(head_model: GetHeadModel)
         assert len(backend.head.draft([replace(chunk, start=13)], 2)[0]) == 2
 
 
-def test_a_head_changes_neither_geometry_nor_traits(head_model: GetHeadModel) -> None:
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_a_head_changes_neither_geometry_nor_traits(head_model: GetHeadModel, subject: str) -> None:
     """So that stored KV cache is used with and without it."""
-    model = head_model("glm4-moe", MOSTLY)
-    with_head, without = load(model), load(model, has_head=False)
+    model = head_model(subject, MOSTLY)
+    with_head, without = model.load(), model.load(has_head=False)
     assert without.head is None
     assert with_head.spec == without.spec
     assert with_head.traits == without.traits
 
 
-def test_a_head_without_some_weights_is_not_read(tmp_path: Path) -> None:
-    model = write_head_model(tmp_path, "glm4-moe", MOSTLY)
+@pytest.mark.parametrize("library", ["torch", "mlx"])
+def test_a_head_without_some_weights_is_not_read(tmp_path: Path, library: str) -> None:
+    if library == "mlx":
+        require_mlx()
+    model = HeadModel(library, write_head_model(tmp_path, "glm4-moe", MOSTLY))
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
     del weights["model.layers.2.eh_proj.weight"]
     save_file(weights, file, {"format": "pt"})
-    assert load(model).head is None
+    assert model.load().head is None

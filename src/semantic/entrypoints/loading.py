@@ -308,9 +308,9 @@ class ModelLoader:
     def _has_own_head(self, directory: Path) -> bool:
         """Whether a model drafts with its own MTP head, which `auto` prefers to a second model."""
         settings = self._settings
-        if settings.draft_model != "auto" or self._backend_name != "torch" or settings.shards > 1:
+        if settings.draft_model != "auto" or self._backend_name == "fake" or settings.shards > 1:
             return False
-        from semantic.adapters.outbound.backends.torch.mtp.names import find_head
+        from semantic.adapters.outbound.backends.mtp.names import find_head
         from semantic.adapters.outbound.models.source import read_config
 
         return find_head(directory, read_config(directory)) is not None
@@ -448,6 +448,7 @@ def _import_mlx(settings: Settings) -> MakeBackend:
         pinned_bytes=settings.runtime.memory_bytes if settings.pinned_copies else 0,
         device_bytes=settings.device_memory_mb * 2**20,
         kv_bytes=settings.runtime.memory_bytes,
+        has_head=settings.draft_model == "auto",
     )
     return lambda directory, spec, _: MlxBackend.from_directory(directory, spec, options)
 

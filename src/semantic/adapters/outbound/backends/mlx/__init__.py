@@ -4,7 +4,7 @@
    `loading.py` loads a model; `device_limits.py` limits the memory that MLX keeps besides.
 2. `backend.py` checks a step's chunks (`rows.py`); `runner.py` builds its computation: prompts one
    by one through the library's caches, which `caches.py` builds from plain arrays and converts
-   back, then the last tokens of all sequences together.
+   back, then the last tokens of all sequences together. `probing.py` finds how they can be batched.
 3. For these last tokens, `groups.py` keeps sequences of similar length in shared arrays, and
    `decode.py` replaces the library's caches by views over several groups.
 4. `sampling.py` samples and scores tokens on the device where it can, so that a token feeds the

@@ -35,12 +35,14 @@ from semantic.adapters.outbound.backends.mlx.payloads import SnapshotTicket
 from semantic.adapters.outbound.backends.mlx.rows import PendingRow
 from semantic.adapters.outbound.backends.mlx.runner import MlxRunner
 from semantic.adapters.outbound.backends.mlx.vision.tower import lag
+from semantic.adapters.outbound.backends.mtp.state import head_bytes
 from semantic.adapters.outbound.backends.sampler import check_draw
 from semantic.domain.errors import BackendError, PoolExhaustedError, SemanticError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
     Chunk,
     DeviceMemory,
+    DraftHead,
     KVPayload,
     Row,
     RowFailed,
@@ -83,12 +85,18 @@ class MlxBackend(SequenceBackend[MlxSequence]):
 
     def __init__(self, loaded: MlxModel) -> None:
         try:
-            self._runner = MlxRunner(loaded.model, loaded.make_caches, loaded.inputs)
+            self._runner = MlxRunner(
+                loaded.model,
+                loaded.make_caches,
+                loaded.inputs,
+                has_head=loaded.head is not None,
+            )
         except UnsupportedCacheError as error:
             raise loading.refusal(loaded.spec, str(error)) from error
         except loading.LIBRARY_ERRORS as error:
             raise loading.library_refusal(loaded.spec, error) from error
         self._tower = loaded.tower
+        self._head = loaded.head if self._runner.keeps_hidden else None
         layout = self._runner.layout
         spec = loaded.spec.completed(layout.layers, self._runner.vocab_size)
         if loaded.spec.is_known and spec.layers != loaded.spec.layers:
@@ -104,7 +112,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             f"mlx.v1.{dtype}{'.full' * loaded.is_expanded}{spec.layout_tag(loaded.spec)}",
             kept.dtypes[0].size * 8,
             loading.describe(dtype, loaded.reason),
-            # Draft tokens are rows of a pass; in a ring, rejected ones overwrite older tokens.
+            # In a ring, rejected draft tokens overwrite older tokens.
             max_draft=_MAX_DRAFT if self._runner.can_draft else 0,
             draft_end=spec.window or sys.maxsize,
             accepts_images=loaded.tower is not None,
@@ -148,6 +156,18 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             InvalidRequestError: this backend cannot run it.
         """
         return cls(loading.load(directory, spec, options or MlxOptions()))
+
+    @property
+    def head(self) -> DraftHead | None:
+        return self if self._head is not None else None
+
+    def draft(self, rows: Sequence[Chunk], count: int) -> list[tuple[int, ...]]:
+        if self._head is None:
+            return [() for _ in rows]
+        try:
+            return self._head.draft(rows, self._sequences, count)
+        except _DEVICE_ERRORS as error:
+            raise _step_error(error) from error
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         sequence, layout = self._sequences[seq], self._runner.layout
@@ -251,11 +271,20 @@ class MlxBackend(SequenceBackend[MlxSequence]):
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
         layout = self._runner.layout
-        return sum(layout.nbytes(capacity_for(length)) for length in lengths if length)
+        sizes = (layout.nbytes(capacity_for(n)) + self._head_bytes(n) for n in lengths if n)
+        return sum(sizes)
+
+    def _head_bytes(self, length: int) -> int:
+        if self._head is None:
+            return 0
+        entry_bytes = self._runner.layout.parts[-1].nbytes(1)
+        return head_bytes(length, entry_bytes, self._head.hidden_bytes)
 
     def memory(self) -> int:
         features = 0 if self._tower is None else self._tower.nbytes
-        return features + self._runner.groups.nbytes([*self._sequences.values()])
+        sequences = [*self._sequences.values()]
+        ahead = sum(sequence.ahead.nbytes for sequence in sequences) if self._head else 0
+        return features + ahead + self._runner.groups.nbytes(sequences)
 
     def device_memory(self) -> DeviceMemory | None:
         """Return MLX's figures; if it reports no free memory, `used` is this process's memory."""
@@ -274,7 +303,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         while self._sequences:
             self._sequences.popitem()[1].group = None  # breaks the reference cycle
         self._runner.release()
-        self._tower = None
+        self._tower = self._head = None
         if self._transfer is not None:
             self._transfer.finish()
         self._held.clear()
@@ -329,6 +358,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             # The custom kernels will write where the copy still reads; MLX does not track this.
             sequence.copying.settle()
         sequence.length, sequence.last_token = num_tokens, None
+        sequence.ahead.clear()
         if num_tokens == 0:
             self._release(sequence)
             sequence.window_start, sequence.has_state = 0, True

@@ -10,9 +10,11 @@ sequence's arrays and converted back afterwards.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from semantic.adapters.outbound.backends.mlx.runtime import import_library
 from semantic.domain.spec import LayerKind, LayerSpec
@@ -30,6 +32,28 @@ _WINDOWS = {
 }
 _STEP = 256
 _TIME = 2  # the axis of tokens in keys and values
+
+
+class MlxArrays:
+    """`Arrays` of MLX."""
+
+    def from_host(self, values: NDArray[np.int64]) -> Array:
+        return mx.array(values.astype(np.int32))
+
+    def zeros(self, shape: Sequence[int], like: Array) -> Array:
+        return mx.zeros(shape, like.dtype)
+
+    def concatenate(self, arrays: Sequence[Array], axis: int) -> Array:
+        return mx.concatenate([*arrays], axis)
+
+    def copied(self, array: Array) -> Array:
+        return mx.take(array, mx.arange(array.shape[-2]), axis=-2)
+
+    def start(self, arrays: Sequence[Array]) -> None:
+        mx.async_eval(*arrays)
+
+
+MLX_ARRAYS: Final = MlxArrays()
 
 
 class UnsupportedCacheError(Exception):

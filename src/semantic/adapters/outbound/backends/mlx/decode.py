@@ -259,10 +259,18 @@ class LastToken:
     Attributes:
         num_padding: Tokens that follow it.
         num_kept: Tokens up to and including it that the head computes logits for.
+        passed: The hidden states of each pass, ``[tokens, size]``, in order; None keeps none.
     """
 
     num_padding: int = 0
     num_kept: int = 1
+    passed: list[Array] | None = None
+
+    def take_passed(self) -> Array:
+        """Return and forget the hidden states of the last passes."""
+        passed = self.passed or []
+        self.passed = []
+        return concatenate_rows(passed)
 
 
 def keep_last_token(model: Any, last: LastToken) -> Callable[..., Array] | None:
@@ -275,7 +283,7 @@ def keep_last_token(model: Any, last: LastToken) -> Callable[..., Array] | None:
         The original layers, if the model has the usual structure: a module that holds the layers
         inside one with the head. Other models compute all logits as before.
     """
-    body = _body(model)
+    body = body_of(model)
     if body is None:
         return None
     kind = type(body)
@@ -284,6 +292,8 @@ def keep_last_token(model: Any, last: LastToken) -> Callable[..., Array] | None:
         hidden = kind.__call__(self, *args, **kwargs)
         is_many = isinstance(hidden, mx.array) and hidden.ndim == 3 and hidden.shape[1] > 1
         end = hidden.shape[1] - last.num_padding if is_many else 1
+        if last.passed is not None:
+            last.passed.append(hidden[:, :end].reshape(-1, hidden.shape[-1]))
         return hidden[:, end - last.num_kept : end] if is_many else hidden
 
     body.__class__ = type(kind.__name__, (kind,), {"__call__": call})
@@ -292,12 +302,13 @@ def keep_last_token(model: Any, last: LastToken) -> Callable[..., Array] | None:
 
 def keep_all_tokens(model: Any) -> None:
     """Undo `keep_last_token`."""
-    body = _body(model)
+    body = body_of(model)
     if body is not None:
         body.__class__ = type(body).__mro__[1]
 
 
-def _body(model: Any) -> Any:
+def body_of(model: Any) -> Any:
+    """Return the module that holds a model's layers; None if there is none inside the model."""
     return next((m for m in model.modules() if m is not model and "layers" in m), None)
 
 

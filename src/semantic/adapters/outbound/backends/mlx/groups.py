@@ -19,6 +19,7 @@ from typing import Optional
 import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.caches import (
+    MLX_ARRAYS,
     Array,
     Arrays,
     CacheLayout,
@@ -29,6 +30,7 @@ from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_atten
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import Copying
 from semantic.adapters.outbound.backends.mlx.sampling import PendingToken
+from semantic.adapters.outbound.backends.mtp.state import HeadState
 
 _STAY = 2  # a row may miss this many steps before it is moved out of its group
 
@@ -42,6 +44,7 @@ class MlxSequence:
         last_token: The token sampled after the last one.
         copying: The last copy of its KV cache to the host, if any.
         lag: How far the position of its next token lags behind its index, because of images.
+        ahead: What the model's head for draft tokens keeps.
     """
 
     known: list[int]
@@ -53,6 +56,7 @@ class MlxSequence:
     last_step: int = 0
     copying: Copying | None = None
     lag: int = 0
+    ahead: HeadState = field(default_factory=lambda: HeadState(MLX_ARRAYS))
 
     def group_row(self) -> tuple["Group", int]:
         if self.group is None:

@@ -28,6 +28,8 @@ from semantic.adapters.outbound.backends.mlx.vision.loading import (
     read_tower,
 )
 from semantic.adapters.outbound.backends.mlx.vision.tower import LanguageInputs, MlxTower
+from semantic.adapters.outbound.backends.mtp.mlx_head import HeadWeights, MlxHead
+from semantic.adapters.outbound.backends.mtp.names import find_head
 from semantic.adapters.outbound.backends.pinned import PinnedMemory, shared_memory
 from semantic.adapters.outbound.vision.processors import read_vision_settings
 from semantic.domain.errors import InvalidRequestError
@@ -60,6 +62,7 @@ class MlxOptions:
         device_bytes: Limit of the device's memory; 0 is all of a GPU's, and no limit on a CPU.
         kv_bytes: Limit of the KV cache by the settings; 0 is none.
         group: The distributed group of processes that share the model; None loads all of it here.
+        has_head: Load the model's head for draft tokens too, if it has one.
     """
 
     dtype: DType = "auto"
@@ -69,6 +72,7 @@ class MlxOptions:
     device_bytes: int = 0
     kv_bytes: int = 0
     group: Any = None
+    has_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class MlxModel:
         memory: Pinned host memory for its KV cache, if any.
         tower: Computes features of images, if the model takes them; `inputs` gives it these.
         device_bytes: See `MlxOptions`, like `kv_bytes`.
+        head: Drafts tokens, if the model has one and it was asked for.
     """
 
     model: Any
@@ -92,6 +97,7 @@ class MlxModel:
     inputs: LanguageInputs | None = None
     device_bytes: int = 0
     kv_bytes: int = 0
+    head: MlxHead | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -128,11 +134,16 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
     try:
         is_pinning = options.pinned_bytes and cuda.is_in_use() and kernels.can_compile()
         memory = shared_memory(options.pinned_bytes) if is_pinning else None
+        names = find_head(directory, config)
+        weights = None if names is None else HeadWeights(names)
+        ways = (
+            library_options(config) if weights is None else {"get_model_classes": weights.classes}
+        )
         with _fast_reading(memory):
             overrides = config_overrides(config, spec)
-            model, _ = utils.load_model(
-                directory, lazy=True, model_config=overrides, **library_options(config)
-            )
+            model, _ = utils.load_model(directory, lazy=True, model_config=overrides, **ways)
+        if weights is not None and options.has_head and options.group is None:
+            model.mtp = weights.build(model)
         is_expanded = "quantization" in config and _is_expanded(options.weights)
         if is_expanded:
             if options.dtype == "float32" or _is_on_cpu():
@@ -158,7 +169,10 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
         raise library_refusal(spec, error, config.get("model_type")) from error
     tower, inputs = seeing or (None, None)
     limits = options.device_bytes, options.kv_bytes
-    return MlxModel(model, spec, make_caches, reason, is_expanded, memory, tower, inputs, *limits)
+    head = MlxHead(model, model.mtp) if "mtp" in model else None
+    return MlxModel(
+        model, spec, make_caches, reason, is_expanded, memory, tower, inputs, *limits, head
+    )
 
 
 def _read_tower(

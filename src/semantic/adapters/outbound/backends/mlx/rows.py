@@ -1,6 +1,8 @@
 """Rows of a step that are being computed: a chunk, its tokens, and what it samples and scores."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import mlx.core as mx
 
@@ -11,6 +13,8 @@ from semantic.adapters.outbound.backends.mlx.vision.tower import ChunkImages
 from semantic.adapters.outbound.backends.sampler import NOT_FINITE
 from semantic.ports.backend import LAST_SAMPLED, Chunk, Computed, Row, RowFailed, Sampled
 
+Tokens: TypeAlias = tuple[int, ...] | PendingToken
+
 
 @dataclass(slots=True, eq=False)
 class PendingRow:
@@ -20,6 +24,7 @@ class PendingRow:
         mark: An output of the row's computation; when it is evaluated, the row is computed.
         scores: The log-probabilities of the chunk's targets; None if it has none.
         images: The images in the chunk; None if it has none.
+        hidden: The hidden states of the token and its draft tokens, if the model has a head.
     """
 
     chunk: Chunk
@@ -30,6 +35,7 @@ class PendingRow:
     later: list[PendingToken] = field(default_factory=list)
     scores: PendingScores | None = None
     images: ChunkImages | None = None
+    hidden: Array | None = None
 
     def finish(self) -> Row:
         row = self._finish()
@@ -63,10 +69,14 @@ class PendingRow:
         if isinstance(row, Sampled):
             sequence.length, sequence.last_token = token.position, token
             row = replace(row, accepted=tuple(accepted))
+            if self.hidden is not None:
+                mx.async_eval(
+                    sequence.ahead.add(self.chunk.start, self.hidden[: 1 + len(accepted)])
+                )
         return row
 
 
-def tokens_of(row: PendingRow) -> tuple[int, ...] | PendingToken:
+def tokens_of(row: PendingRow) -> Tokens:
     """Return a chunk's tokens, and record them in its sequence."""
     chunk, sequence = row.chunk, row.sequence
     if chunk.tokens is LAST_SAMPLED:
@@ -78,3 +88,46 @@ def tokens_of(row: PendingRow) -> tuple[int, ...] | PendingToken:
     tokens = (*chunk.tokens, *row.draft)
     sequence.known[chunk.start : chunk.start + len(tokens)] = tokens
     return chunk.tokens
+
+
+def num_given(tokens: Tokens) -> int:
+    """Return the number of tokens, also of one that is not sampled yet."""
+    return 1 if isinstance(tokens, PendingToken) else len(tokens)
+
+
+def split_passes(
+    given: Mapping[MlxSequence, Tokens], num_drafts: Mapping[MlxSequence, int], most: int
+) -> list[dict[MlxSequence, Tokens]]:
+    """Split sequences into passes of at most `most` rows; decoding sequences come first."""
+    batches: list[dict[MlxSequence, Tokens]] = []
+    num_rows = most
+    for sequence in sorted(given, key=lambda sequence: num_given(given[sequence]) > 1):
+        size = num_given(given[sequence]) + num_drafts[sequence]
+        if num_rows + size > most:
+            batches.append({})
+            num_rows = 0
+        batches[-1][sequence] = given[sequence]
+        num_rows += size
+    return batches
+
+
+def drafted_rows(
+    group: Sequence[MlxSequence], drafts: Mapping[MlxSequence, tuple[int, ...]]
+) -> list[tuple[MlxSequence, int]]:
+    """Return a group's rows in step order: all sequences, then all draft tokens from 1 on."""
+    drafted = [(row, n) for row in group for n in range(1, len(drafts.get(row, ())) + 1)]
+    return [*((row, 0) for row in group), *drafted]
+
+
+def drafted_tokens(
+    members: Sequence[Sequence[MlxSequence]],
+    feed: Callable[[Sequence[MlxSequence]], Array],
+    drafts: Mapping[MlxSequence, tuple[int, ...]],
+) -> Array:
+    """Return the tokens of `drafted_rows`, for all groups."""
+    pieces = []
+    for group in members:
+        pieces.append(feed(group))
+        draft_tokens = [token for row in group for token in drafts[row]]
+        pieces += [mx.array(draft_tokens, mx.int32)] if draft_tokens else []
+    return mx.concatenate(pieces)

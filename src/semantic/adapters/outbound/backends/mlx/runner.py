@@ -1,15 +1,9 @@
-"""Runs a loaded model: many tokens of one sequence, or one token of many sequences.
+"""Runs a loaded model: many tokens of one sequence, or one token of many sequences."""
 
-While a model loads, the runner compares batched rows with rows that run alone, and chooses the best
-batching that gives the same results: several groups per pass, one group per pass, or one row per
-pass.
-"""
-
-import enum
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import mlx.core as mx
 
@@ -22,7 +16,7 @@ from semantic.adapters.outbound.backends.mlx.caches import (
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda.decode import KernelStep
 from semantic.adapters.outbound.backends.mlx.cuda.linear import MAX_ROWS, MAX_STEP_ROWS
-from semantic.adapters.outbound.backends.mlx.cuda.tuning import has_only_custom_layers, untune
+from semantic.adapters.outbound.backends.mlx.cuda.tuning import has_only_custom_layers
 from semantic.adapters.outbound.backends.mlx.decode import (
     CompiledSteps,
     LastToken,
@@ -32,7 +26,16 @@ from semantic.adapters.outbound.backends.mlx.decode import (
     wrap_attention,
 )
 from semantic.adapters.outbound.backends.mlx.groups import Group, GroupStep, MlxSequence, RowGroups
-from semantic.adapters.outbound.backends.mlx.rows import PendingRow, tokens_of
+from semantic.adapters.outbound.backends.mlx.probing import Batching, Probes, is_close
+from semantic.adapters.outbound.backends.mlx.rows import (
+    PendingRow,
+    Tokens,
+    drafted_rows,
+    drafted_tokens,
+    num_given,
+    split_passes,
+    tokens_of,
+)
 from semantic.adapters.outbound.backends.mlx.sampling import (
     PendingScores,
     PendingToken,
@@ -42,26 +45,13 @@ from semantic.adapters.outbound.backends.mlx.sampling import (
 from semantic.adapters.outbound.backends.mlx.vision.tower import ChunkImages, LanguageInputs
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.images.spans import is_image_id
-from semantic.domain.spec import LayerKind
-
-Tokens: TypeAlias = tuple[int, ...] | PendingToken
 
 _LOG = logging.getLogger(__name__)
 _ROW_COUNTS = (2, 9, 17, MAX_ROWS + 1)  # at these counts, kernels differ from those for fewer rows
-_PROBLEMS = (ValueError, TypeError, AttributeError, IndexError, RuntimeError)
 _PADDED = 128  # prompts are padded to a multiple of this many tokens, where that is safe
 _MIN_PADDED = 256  # shorter prompts are not padded
 _PADDED_ROWS = 8  # tile of the custom kernels; steps with draft tokens are padded to it
 _CHUNK_COUNTS = (32, 64, 128, 256, 512, 1024)  # of an attention plan, for up to about 60,000 tokens
-_TOLERANCES = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
-
-
-class Batching(enum.Enum):
-    """Which rows share a pass, from the fastest to the last resort."""
-
-    GROUPS = "all rows"
-    GROUP = "rows of similar length"
-    ALONE = "one row"
 
 
 class MlxRunner:
@@ -69,7 +59,8 @@ class MlxRunner:
 
     Attributes:
         latest: Output of the last decode pass; once it is evaluated, all its writes are complete.
-        can_draft: Whether draft tokens can be rows of a pass, and be dropped afterwards.
+        can_draft: Whether draft tokens can follow a token in a pass, and be dropped afterwards.
+        keeps_hidden: Whether sequences get their hidden states, for the model's head.
     """
 
     def __init__(
@@ -77,6 +68,8 @@ class MlxRunner:
         model: Any,
         make_caches: Callable[[], list[Any]],
         inputs: LanguageInputs | None = None,
+        *,
+        has_head: bool = False,
     ) -> None:
         """Inspect the model's caches and determine how it can be batched.
 
@@ -84,6 +77,7 @@ class MlxRunner:
             model: Of mlx-lm.
             make_caches: Returns its caches, empty.
             inputs: Gives it features of images; None if it takes none.
+            has_head: Whether it has a head for draft tokens, which needs its hidden states.
 
         Raises:
             UnsupportedCacheError: it keeps something that cannot be saved and restored.
@@ -94,7 +88,7 @@ class MlxRunner:
         self.layout, logits = probe(model, make_caches)
         self.vocab_size: int = logits.shape[-1]
         self._body = keep_last_token(model, self._last)
-        if not _is_close(probe(model, make_caches)[1], logits):
+        if not is_close(probe(model, make_caches)[1], logits):
             keep_all_tokens(model)
             self._body = None
         self.groups = RowGroups(self.layout)
@@ -103,23 +97,29 @@ class MlxRunner:
         self._max_short = 1  # prompts up to this length run as rows of a decode pass
         self._compiled = CompiledSteps(model, self.layout, self._nesting)
         wrap_attention()
-        self.batching = self._choose_batching()
-        self.can_draft = self._is_draft_sound()
+        probes = Probes(self, has_index=any(map(has_index, self._nesting)))
+        self.batching = probes.choose_batching(model)
+        self._are_drafts_rows = probes.are_drafts_rows(self.batching)
+        self.can_draft = self._are_drafts_rows or probes.can_drafts_follow()
+        self.keeps_hidden = has_head and self.can_draft and self._body is not None
         has_rings = any(part.window for part in self.layout.parts)  # slots are not positions there
         if (
-            self.can_draft
-            and not has_rings
+            self._are_drafts_rows
+            and not (has_rings or self.keeps_hidden)
             and has_only_custom_layers(model, len(self.layout.parts))
         ):
             self._max_short = MAX_ROWS
             self.groups.are_joined = False  # the kernels take a table of addresses instead
         self._warm_up()
+        self._last.passed = [] if self.keeps_hidden else None
         if self.batching is not Batching.GROUPS:
             _LOG.info("mlx batches %s in one pass with this model", self.batching.value)
 
     def run(self, rows: Sequence[PendingRow]) -> list[Array]:
         """Build a step's computation and return the arrays to evaluate; mutates the sequences."""
         outputs: list[Array] = []
+        if self.keeps_hidden:
+            self._last.passed = []
         by_sequence: dict[MlxSequence, PendingRow] = {}
         last: dict[MlxSequence, Tokens] = {}
         for row in rows:
@@ -134,29 +134,60 @@ class MlxRunner:
             tokens = tokens_of(row)
             is_plain = sequence.length and not chunk.targets and row.images is None
             most = self._max_short if is_plain else 0
-            if isinstance(tokens, PendingToken) or len(tokens) <= most:
+            is_short = isinstance(tokens, PendingToken) or len(tokens) <= most
+            if is_short and (self._are_drafts_rows or not row.draft):
                 last[sequence] = tokens
-                continue
-            num_kept = len(tokens) if chunk.targets else 1
-            ids = [0 if is_image_id(token) else token for token in tokens]
-            logits = self.extend(sequence, mx.array(ids, mx.int32), num_kept, row.images)
-            if chunk.targets:
-                scored = logits[: len(chunk.targets)]
-                row.scores = PendingScores(scored, chunk.targets, chunk.num_top)
-                outputs += row.scores.outputs
-            arrays = [array for part in sequence.group_row()[0].arrays for array in part]
-            outputs += arrays
-            if row.token is not None:
-                outputs += draw_rows(logits[-1:], [row.token])
-            else:
-                row.mark = mx.contiguous(arrays[-1].reshape(-1)[:1])
-                outputs.append(row.mark)
+            elif not isinstance(tokens, PendingToken):
+                outputs += self._run_alone(row, (*tokens, *row.draft))
         most = sys.maxsize if self.groups.are_joined else MAX_STEP_ROWS
         num_drafts = {sequence: len(row.draft) for sequence, row in by_sequence.items()}
-        for batch in _batches(last, num_drafts, most):
+        for batch in split_passes(last, num_drafts, most):
             outputs += self._run_together(batch, by_sequence)
         for row in rows:
             row.sequence.last_token = row.token
+        return outputs
+
+    def _run_alone(self, row: PendingRow, tokens: tuple[int, ...]) -> list[Array]:
+        """Build a pass over a chunk's tokens and its draft tokens."""
+        chunk, sequence = row.chunk, row.sequence
+        num_kept = len(tokens) if chunk.targets else 1 + len(row.draft)
+        ids = [0 if is_image_id(token) else token for token in tokens]
+        logits = self.extend(sequence, mx.array(ids, mx.int32), num_kept, row.images)
+        sequence.length -= len(row.draft)
+        outputs = self._keep_hidden([(sequence, 0)] * len(tokens), {sequence: row})
+        if chunk.targets:
+            scored = logits[: len(chunk.targets)]
+            row.scores = PendingScores(scored, chunk.targets, chunk.num_top)
+            outputs += row.scores.outputs
+        arrays = [array for part in sequence.group_row()[0].arrays for array in part]
+        outputs += arrays
+        if row.token is not None:
+            drawn = [row.token, *row.later]
+            return outputs + draw_rows(logits[-len(drawn) :], drawn)
+        row.mark = mx.contiguous(arrays[-1].reshape(-1)[:1])
+        return [*outputs, row.mark]
+
+    def _keep_hidden(
+        self,
+        order: Sequence[tuple[MlxSequence, int]],
+        rows: Mapping[MlxSequence, PendingRow],
+    ) -> list[Array]:
+        """Give sequences the hidden states of the last passes; returns arrays to evaluate.
+
+        Those of draft tokens wait in their row until they are verified.
+        """
+        if not self.keeps_hidden:
+            return []
+        hidden, places = self._last.take_passed(), dict[MlxSequence, list[int]]()
+        for place, (sequence, _) in enumerate(order):
+            places.setdefault(sequence, []).append(place)
+        outputs = []
+        for sequence, own in places.items():
+            row, states = rows[sequence], hidden[mx.array(own)]
+            if row.draft:
+                row.hidden = states
+            else:
+                outputs.append(sequence.ahead.add(row.chunk.start, states))
         return outputs
 
     def _run_together(
@@ -173,7 +204,7 @@ class MlxRunner:
                 # The rest of a prompt runs like draft tokens, but is always accepted.
                 firsts[sequence], more[sequence] = tokens[0], tokens[1:]
                 self.groups.make_room(sequence, sequence.length + len(tokens))
-        order, logits = self._decode(
+        order, logits = self.decode(
             [*given],
             lambda ordered: input_tokens([firsts[sequence] for sequence in ordered]),
             self.batching,
@@ -183,13 +214,18 @@ class MlxRunner:
         for sequence, draft_number in order:
             row = rows[sequence]
             row.mark = logits
-            if _count(given[sequence]) > 1:
+            if num_given(given[sequence]) > 1:
                 is_last = draft_number == len(more[sequence])
                 drawn.append(row.token if is_last else None)
                 sequence.length += bool(draft_number)
             else:
                 drawn.append(row.later[draft_number - 1] if draft_number else row.token)
-        return [*_draw(logits, drawn), logits]  # also computes the rows that sample no token
+        hidden = self._keep_hidden(order, rows)
+        return [
+            *_draw(logits, drawn),
+            *hidden,
+            logits,
+        ]  # also computes the rows that sample no token
 
     def extend(
         self,
@@ -257,7 +293,7 @@ class MlxRunner:
         fits = num_tokens + num_padding <= room
         return num_padding if is_harmless and is_worth_it and fits else 0
 
-    def _decode(
+    def decode(
         self,
         sequences: Sequence[MlxSequence],
         feed: Callable[[Sequence[MlxSequence]], Array],
@@ -290,9 +326,9 @@ class MlxRunner:
             rows = [member for group in members for member in group]
             if drafts and any(drafts[row] for row in rows):
                 outputs.append(
-                    self._pass(batch, members, _drafted_tokens(members, feed, drafts), drafts)
+                    self._pass(batch, members, drafted_tokens(members, feed, drafts), drafts)
                 )
-                order += [row for group in members for row in _drafted_rows(group, drafts)]
+                order += [row for group in members for row in drafted_rows(group, drafts)]
             else:
                 outputs.append(self._pass(batch, members, feed(rows)))
                 order += [(row, 0) for row in rows]
@@ -321,7 +357,7 @@ class MlxRunner:
             logits = logits[:start] if steps[-1].num_padding else logits
         else:
             if self._inputs is not None:
-                order = (row for rows in members for row, _ in _drafted_rows(rows, drafts or {}))
+                order = (row for rows in members for row, _ in drafted_rows(rows, drafts or {}))
                 self._inputs.set_lags([row.lag for row in order])
             caches = views(self.layout, self._nesting, steps, kernels)
             logits = self._model(tokens[:, None], cache=caches)[:, -1]
@@ -337,30 +373,16 @@ class MlxRunner:
         self.latest = None
         self.layout.release()
 
-    # -- the choice of batching -----------------------------------------------------------------
-
-    def _choose_batching(self) -> Batching:
-        if any(map(has_index, self._nesting)):
-            return (
-                Batching.ALONE
-            )  # an index selects tokens in long contexts only: no probe shows it
-        if self._is_sound(Batching.GROUPS):
-            return Batching.GROUPS
-        if num_layers := untune(self._model):
-            _LOG.warning("custom kernels disagree on %d layers; disabled", num_layers)
-            return self._choose_batching()
-        return Batching.GROUP if self._is_sound(Batching.GROUP) else Batching.ALONE
-
     def _warm_up(self) -> None:
         """Compile all kernels that a step may need, so that no request waits for them."""
         if not cuda.is_available() or self.batching is not Batching.GROUPS:
             return
         for count in _ROW_COUNTS:
-            rows = [MlxSequence([]) for _ in range(1 if self.can_draft else count)]
+            rows = [MlxSequence([]) for _ in range(1 if self._are_drafts_rows else count)]
             for row in rows:
                 self.extend(row, mx.arange(2))
-            drafts = {rows[0]: (0,) * (count - 1)} if self.can_draft else None
-            _, logits = self._decode(
+            drafts = {rows[0]: (0,) * (count - 1)} if self._are_drafts_rows else None
+            _, logits = self.decode(
                 rows, lambda given: mx.zeros(len(given), mx.int32), Batching.GROUPS, drafts
             )
             mx.eval(logits)
@@ -375,91 +397,11 @@ class MlxRunner:
             for num_chunks in _CHUNK_COUNTS:
                 self._compiled.prepare(num_rows, num_chunks, table)
 
-    def _is_sound(self, batching: Batching) -> bool:
-        """Whether rows batched this way get the same logits as alone."""
-        token = mx.array([1], mx.int32)
-        alone = [self.extend(row, token) for row in self._rows()]
-        try:
-            given = self._rows()
-            rows, logits = self._decode(given, lambda rows: mx.repeat(token, len(rows)), batching)
-            expected = mx.concatenate([alone[given.index(row)] for row, _ in rows])
-            return _is_close(logits, expected)
-        except _PROBLEMS as error:
-            _LOG.debug("batching %s in one pass fails: %s", batching.value, error)
-            return False
-
-    def _is_draft_sound(self) -> bool:
-        """Whether draft tokens get the same logits as when computed one after another."""
-        if self.batching is not Batching.GROUPS or self.layout.of_kind(LayerKind.STATE):
-            return False
-        tokens = [mx.array([token], mx.int32) for token in (1, 2, 3)]
-        alone = [[self.extend(row, token) for token in tokens] for row in self._rows()]
-        given = self._rows()
-        drafts = dict(zip(given, ((2, 3), (), (2,)), strict=True))
-        try:
-            rows, logits = self._decode(
-                given, lambda some: mx.repeat(tokens[0], len(some)), Batching.GROUPS, drafts
-            )
-            expected = mx.concatenate([alone[given.index(row)][number] for row, number in rows])
-            return _is_close(logits, expected)
-        except _PROBLEMS as error:
-            _LOG.debug("draft tokens cannot be verified: %s", error)
-            return False
-
-    def _rows(self) -> list[MlxSequence]:
-        """Create two sequences of different length in one group, and one in another."""
-        rows = [MlxSequence([]) for _ in range(3)]
-        for row, length in zip(rows, (3, 6, 4), strict=True):
-            self.extend(row, mx.arange(length))
-        self.groups.isolate(rows[-1], capacity_for(rows[-1].group_row()[0].capacity + 1))
-        return rows
-
 
 def _padded(num_rows: int) -> int:
     """Round up the rows of a step with draft tokens, so that few sizes occur."""
     size = _PADDED_ROWS if num_rows <= MAX_ROWS else MAX_ROWS
     return -(-num_rows // size) * size
-
-
-def _count(tokens: Tokens) -> int:
-    return 1 if isinstance(tokens, PendingToken) else len(tokens)
-
-
-def _batches(
-    given: Mapping[MlxSequence, Tokens], num_drafts: Mapping[MlxSequence, int], most: int
-) -> list[dict[MlxSequence, Tokens]]:
-    """Split sequences into passes of at most `most` rows; decoding sequences come first."""
-    batches: list[dict[MlxSequence, Tokens]] = []
-    num_rows = most
-    for sequence in sorted(given, key=lambda sequence: _count(given[sequence]) > 1):
-        size = _count(given[sequence]) + num_drafts[sequence]
-        if num_rows + size > most:
-            batches.append({})
-            num_rows = 0
-        batches[-1][sequence] = given[sequence]
-        num_rows += size
-    return batches
-
-
-def _drafted_rows(
-    group: Sequence[MlxSequence], drafts: Mapping[MlxSequence, tuple[int, ...]]
-) -> list[tuple[MlxSequence, int]]:
-    """Return a group's rows in step order: all sequences, then all draft tokens from 1 on."""
-    drafted = [(row, n) for row in group for n in range(1, len(drafts.get(row, ())) + 1)]
-    return [*((row, 0) for row in group), *drafted]
-
-
-def _drafted_tokens(
-    members: Sequence[Sequence[MlxSequence]],
-    feed: Callable[[Sequence[MlxSequence]], Array],
-    drafts: Mapping[MlxSequence, tuple[int, ...]],
-) -> Array:
-    pieces = []
-    for group in members:
-        pieces.append(feed(group))
-        draft_tokens = [token for row in group for token in drafts[row]]
-        pieces += [mx.array(draft_tokens, mx.int32)] if draft_tokens else []
-    return mx.concatenate(pieces)
 
 
 def _draw(logits: Array, rows: Sequence[PendingToken | None]) -> list[Array]:
@@ -468,12 +410,3 @@ def _draw(logits: Array, rows: Sequence[PendingToken | None]) -> list[Array]:
     if not drawn:
         return []
     return draw_rows(logits if len(places) == len(rows) else logits[mx.array(places)], drawn)
-
-
-def _is_close(logits: Array, expected: Array) -> bool:
-    tolerance = _TOLERANCES.get(expected.dtype, 1e-1)
-    wide, other = logits.astype(mx.float32), expected.astype(mx.float32)
-    limit = tolerance * mx.maximum(mx.max(mx.abs(other)), 1e-3)
-    # A model with NaN logits cannot be compared; its rows fail when they are sampled.
-    is_judged = mx.all(mx.isfinite(other))
-    return bool(mx.logical_or(mx.max(mx.abs(wide - other)) <= limit, ~is_judged).item())

@@ -14,5 +14,4 @@
    Llama-like models from their files without importing transformers, which would take most of the
    start time.
 4. `vision/` computes features of images and merges them with the embeddings of tokens.
-5. `mtp/` drafts tokens with the model's own head, if it has one.
 """

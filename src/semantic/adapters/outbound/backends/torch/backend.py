@@ -23,6 +23,7 @@ from semantic.adapters.outbound.backends.common import (
     verify,
 )
 from semantic.adapters.outbound.backends.images import grid_positions
+from semantic.adapters.outbound.backends.mtp.state import head_bytes
 from semantic.adapters.outbound.backends.sampler import NOT_FINITE, Logits, check_draw, sample
 from semantic.adapters.outbound.backends.torch import loading as torch_loading
 from semantic.adapters.outbound.backends.torch.decoding import Decoder
@@ -35,12 +36,6 @@ from semantic.adapters.outbound.backends.torch.kv.sequences import (
     capacity_for,
 )
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
-from semantic.adapters.outbound.backends.torch.mtp.head import HeadRow
-from semantic.adapters.outbound.backends.torch.mtp.state import (
-    MAX_ENTRIES,
-    MAX_HIDDEN,
-    HeadState,
-)
 from semantic.adapters.outbound.backends.torch.threads import ThreadCount
 from semantic.adapters.outbound.backends.torch.vision.tower import VisionTower
 from semantic.domain.errors import BackendError, InvalidRequestError
@@ -48,7 +43,6 @@ from semantic.domain.images.spans import spans_within
 from semantic.domain.sampling import TokenLogprob
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
-    LAST_SAMPLED,
     Chunk,
     Computed,
     DraftHead,
@@ -115,23 +109,13 @@ class TorchBackend(EagerBackend[TorchSequence]):
         return self if self._head is not None else None
 
     def draft(self, rows: Sequence[Chunk], count: int) -> list[tuple[int, ...]]:
-        found: dict[SequenceId, HeadRow] = {}
-        for chunk in rows:
-            sequence = self._sequences.get(chunk.seq)
-            if sequence is None or chunk.draw is None or chunk.tokens is LAST_SAMPLED:
-                continue
-            state = sequence.ahead
-            if state.num_hidden and state.end == sequence.length == chunk.start:
-                known = [*sequence.known[: chunk.start], *chunk.tokens]
-                found[chunk.seq] = HeadRow(state, known, chunk.draw)
-        if self._head is None or not found:
+        if self._head is None:
             return [() for _ in rows]
         try:
-            drafted = self._head.draft([*found.values()], count)
+            drafted: list[tuple[int, ...]] = self._head.draft(rows, self._sequences, count)
         except (RuntimeError, IndexError) as error:
             raise BackendError(f"the device failed: {error}") from error
-        by_sequence = dict(zip(found, drafted, strict=True))
-        return [by_sequence.get(chunk.seq, ()) for chunk in rows]
+        return drafted
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         sequence, by_kind = self._sequences[seq], self._sort_parts(seq, parts, end)
@@ -200,13 +184,11 @@ class TorchBackend(EagerBackend[TorchSequence]):
         return sum(capacity_for(n) * per_token + self._state_bytes + ahead(n) for n in lengths if n)
 
     def _head_bytes(self, length: int) -> int:
-        """Return the most bytes that the head keeps of a sequence."""
         if self._head is None:
             return 0
         per_entry = self._layout.elements_per_token // len(self._layout.order)
-        hidden_size = self._model.config.hidden_size
-        elements = per_entry * min(length, MAX_ENTRIES) + hidden_size * min(length, 2 * MAX_HIDDEN)
-        return int(elements * self._dtype.itemsize)
+        sizes = (per_entry, self._model.config.hidden_size)
+        return head_bytes(length, *(size * self._dtype.itemsize for size in sizes))
 
     def memory(self) -> int:
         sequences = self._sequences.values()
@@ -301,7 +283,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
 
     def _cut(self, sequence: TorchSequence, num_tokens: int) -> None:
         sequence.length, sequence.last_sampled = num_tokens, None
-        sequence.ahead = HeadState()
+        sequence.ahead.clear()
         if num_tokens == 0:
             sequence.window_start, sequence.has_state, sequence.cache = 0, True, None
 

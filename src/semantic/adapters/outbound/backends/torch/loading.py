@@ -18,6 +18,8 @@ import structlog
 import torch
 from torch.nn import functional
 
+from semantic.adapters.outbound.backends.mtp.names import find_head
+from semantic.adapters.outbound.backends.mtp.torch_head import TorchHead
 from semantic.adapters.outbound.backends.torch import cpu
 from semantic.adapters.outbound.backends.torch.decoding import Decoder, can_decode
 from semantic.adapters.outbound.backends.torch.experts import separate_experts
@@ -36,8 +38,6 @@ from semantic.adapters.outbound.backends.torch.kv.geometry import (
     UnknownCacheError,
     context_limits,
 )
-from semantic.adapters.outbound.backends.torch.mtp.head import TorchHead
-from semantic.adapters.outbound.backends.torch.mtp.names import find_head
 from semantic.adapters.outbound.backends.torch.native.library import Library
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.backends.torch.plain import PlainModel, read_plain

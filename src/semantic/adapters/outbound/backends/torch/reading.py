@@ -13,6 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from semantic.adapters.outbound.backends.mtp.names import HeadNames
+from semantic.adapters.outbound.backends.mtp.torch_head import TorchHead
 from semantic.adapters.outbound.backends.torch.experts import (
     Experts,
     clamped_gate,
@@ -28,8 +30,6 @@ from semantic.adapters.outbound.backends.torch.grouped import (
     GroupedLinear,
     GroupedWeight,
 )
-from semantic.adapters.outbound.backends.torch.mtp.head import TorchHead
-from semantic.adapters.outbound.backends.torch.mtp.names import HeadNames
 from semantic.domain.errors import InvalidRequestError
 
 _Tensors = dict[str, torch.Tensor]

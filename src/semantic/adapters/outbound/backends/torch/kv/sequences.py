@@ -7,14 +7,14 @@ values. Most models have one pair.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from semantic.adapters.outbound import host_memory
-from semantic.adapters.outbound.backends.torch.mtp.state import HeadState
+from semantic.adapters.outbound.backends.mtp.state import HeadState
 from semantic.domain.spec import LayerKind, LayerSpec
 from semantic.ports.backend import Chunk
 
@@ -22,6 +22,28 @@ BufferPair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 _GROWTH = 256  # a sequence's buffers grow by this many tokens
 _LARGE_BYTES = 2 * 2**20  # larger buffers get separate (huge) pages
+
+
+class TorchArrays:
+    """`Arrays` of PyTorch."""
+
+    def from_host(self, values: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(values)
+
+    def zeros(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return like.new_zeros(tuple(shape))
+
+    def concatenate(self, arrays: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+        return torch.cat(tuple(arrays), dim=axis)
+
+    def copied(self, array: torch.Tensor) -> torch.Tensor:
+        return array.clone()
+
+    def start(self, arrays: Sequence[torch.Tensor]) -> None:
+        """Do nothing: they are computed."""
+
+
+TORCH_ARRAYS: Final = TorchArrays()
 
 
 class KVLayout:
@@ -106,7 +128,7 @@ class TorchSequence:
     buffers: list[BufferPair] = field(default_factory=list)
     cache: Any = None
     has_state: bool = True
-    ahead: HeadState = field(default_factory=HeadState)
+    ahead: HeadState = field(default_factory=lambda: HeadState(TORCH_ARRAYS))
 
     @property
     def capacity(self) -> int:

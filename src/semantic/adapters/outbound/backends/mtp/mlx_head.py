@@ -1,0 +1,130 @@
+"""The head of a model for draft tokens (multi-token prediction, MTP), as modules of mlx-lm.
+
+mlx-lm drops the weights of heads. Here they are taken out of what it reads, and become the layer of
+a model of the same class with one layer. Draft tokens that the device samples feed the next pass
+without the host: a draft waits for the device once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from numpy.typing import NDArray
+
+from semantic.adapters.outbound.backends.mlx.caches import MLX_ARRAYS, Array
+from semantic.adapters.outbound.backends.mlx.decode import body_of
+from semantic.adapters.outbound.backends.mlx.runtime import import_library
+from semantic.adapters.outbound.backends.mlx.sampling import (
+    PendingToken,
+    draw_rows,
+    input_tokens,
+)
+from semantic.adapters.outbound.backends.mtp.head import DraftingHead, HeadBatch, HeadRow
+from semantic.adapters.outbound.backends.mtp.names import HeadNames
+from semantic.ports.backend import SequenceId
+
+_FIRST = "model.layers.0."
+
+
+class HeadWeights:
+    """The weights of a head, taken out of those that mlx-lm reads."""
+
+    def __init__(self, names: HeadNames) -> None:
+        self._names = names
+        self._taken: dict[str, Array] = {}
+
+    def classes(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return mlx-lm's classes for a config; its model then does not see the head's weights."""
+        kind, arguments = import_library("mlx_lm.utils")._get_classes(config)
+        prefix, taken = self._names.layer, self._taken
+
+        def sanitize(self: Any, weights: dict[str, Array]) -> dict[str, Array]:
+            taken.update({n: weights.pop(n) for n in [*weights] if n.startswith(prefix)})
+            sane: dict[str, Array] = kind.sanitize(self, weights)
+            return sane
+
+        return type(kind.__name__, (kind,), {"sanitize": sanitize}), arguments
+
+    def build(self, model: Any) -> "HeadModules":
+        """Make the modules of the head beside a loaded model.
+
+        Raises:
+            ValueError: weights are missing.
+        """
+        first, second, pair, last = (self._taken[name] for name in self._names.others)
+        named = {name.removeprefix(self._names.layer): w for name, w in self._taken.items()}
+        self._taken.clear()
+        # The model's layers from `first_k_dense_replace` on have experts, and so has the head's.
+        single = type(model)(replace(model.args, num_hidden_layers=1, first_k_dense_replace=0))
+        layer = single.model.layers[0]
+        sane = single.sanitize({_FIRST + name: weight for name, weight in named.items()})
+        inner = {name.removeprefix(_FIRST): weight for name, weight in sane.items()}
+        # Files repeat the embedding and the output layer there.
+        own = [(name, weight) for name, weight in inner.items() if name.split(".")[0] in layer]
+        layer.load_weights(own)
+        return HeadModules(layer, (first, second, last), pair, body_of(model).norm.eps)
+
+
+class HeadModules(nn.Module):  # type: ignore[misc]
+    """The modules of a head; part of its model, and converted with it."""
+
+    def __init__(self, layer: Any, norms: Sequence[Array], pair: Array, eps: float) -> None:
+        super().__init__()
+        size, both = pair.shape
+        self.layer = layer
+        self.embedding_norm, self.hidden_norm, self.norm = (nn.RMSNorm(size, eps) for _ in norms)
+        modules = (self.embedding_norm, self.hidden_norm, self.norm)
+        for module, weight in zip(modules, norms, strict=True):
+            module.weight = weight
+        self.projection = nn.Linear(both, size, bias=False)
+        self.projection.weight = pair
+
+
+class MlxHead(DraftingHead):
+    """Drafts with the modules of a head."""
+
+    arrays = MLX_ARRAYS
+
+    def __init__(self, model: Any, modules: HeadModules) -> None:
+        self._modules = modules
+        self._embed: Callable[[Array], Array] = body_of(model).embed_tokens
+        self._unembed: Callable[[Array], Array] = model.lm_head
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Size of a hidden state."""
+        return int(self._modules.norm.weight.nbytes)
+
+    def _run(
+        self, tokens: Array, hidden: Array, offsets: NDArray[np.int64], batch: HeadBatch
+    ) -> Array:
+        modules = self._modules
+        embedded = modules.embedding_norm(self._embed(tokens))
+        pair = mx.concatenate([embedded, modules.hidden_norm(hidden)], axis=-1)
+        mask = mx.array(batch.mask(tokens.shape[1]))
+        cache = _Cache(batch, mx.array(offsets.astype(np.int32)))
+        return modules.norm(modules.layer(modules.projection(pair), mask, cache))
+
+    def _sample(self, hidden: Array, rows: Sequence[HeadRow], number: int) -> Array:
+        seq = SequenceId(0)
+        pending = [PendingToken(row.draw, seq, row.known, row.end + number) for row in rows]
+        draw_rows(self._unembed(hidden), pending)
+        for row, token in zip(rows, pending, strict=True):
+            if token.device is None:
+                row.known.append(token.token_if_known())
+        return input_tokens(pending)[:, None]
+
+
+class _Cache:
+    """A cache of the library.
+
+    Attributes:
+        offset: The position of each row's first token.
+    """
+
+    def __init__(self, batch: HeadBatch, offset: Array) -> None:
+        self.update_and_fetch = batch.update
+        self.offset = offset
