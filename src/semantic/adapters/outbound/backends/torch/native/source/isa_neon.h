@@ -55,25 +55,62 @@ INLINE int32x4_t dot_digits(int32x4_t sum, const int8x16_t *w, const int8_t *dig
     return sum;
 }
 
+/* 128 times a group's sum. */
+INLINE int32x4_t offset_of(const float *group_sum) {
+    return vcvtq_n_s32_f32(vld1q_dup_f32(group_sum), 7);
+}
+
+INLINE void clear_four(int32x4_t *sums) {
+    __asm__("movi %0.4s, #0\n\tmovi %1.4s, #0\n\tmovi %2.4s, #0\n\tmovi %3.4s, #0"
+            : "=w"(sums[0]), "=w"(sums[1]), "=w"(sums[2]), "=w"(sums[3]));
+}
+
+/* Add four vectors of weights times 16 digits of each of four rows. The assembly fixes the order:
+ * compilers finish one row before the next, and then every instruction waits for the last one. */
+INLINE void dot_four(int32x4_t *sums, const int8x16_t *w, const int8_t *digits) {
+    int8x16_t a = vld1q_s8(digits), b = vld1q_s8(digits + 2 * GROUP);
+    int8x16_t c = vld1q_s8(digits + 4 * GROUP), d = vld1q_s8(digits + 6 * GROUP);
+#define DOT(sum, v, row) "sdot %" #sum ".4s, %[w" #v "].16b, %[" #row "].4b[" #v "]\n\t"
+#define DOTS(v) DOT(0, v, a) DOT(1, v, b) DOT(2, v, c) DOT(3, v, d)
+    __asm__(DOTS(0) DOTS(1) DOTS(2) DOTS(3)
+            : "+w"(sums[0]), "+w"(sums[1]), "+w"(sums[2]), "+w"(sums[3])
+            : [w0] "w"(w[0]), [w1] "w"(w[1]), [w2] "w"(w[2]), [w3] "w"(w[3]),
+              [a] "w"(a), [b] "w"(b), [c] "w"(c), [d] "w"(d));
+#undef DOTS
+#undef DOT
+}
+
 /* A group's exact dot products of `count` rows of digits with LANES rows of weights. 8-bit
  * weights are signed here, so 128 times the group's sum is added. Low digits are added to the sum of
- * the high ones; with few rows they have a separate sum, so that neither sum waits for the other. */
+ * the high ones; single rows have a separate sum, so that neither sum waits for the other. */
 INLINE void dot_group(const uint8_t *block, int kind, const int8_t *digits, const float *group_sums,
                       int count, vi *sums) {
-    int is_apart = count <= 4;
+    int is_apart = count < 4, m = 0;
     int8x16_t w[8];
 #pragma GCC unroll 8
     for (int v = 0; v < 8; v++) w[v] = (int8x16_t)weights_of(block, kind, v);
-#pragma GCC unroll 8
-    for (int m = 0; m < count; m++, digits += 2 * GROUP) {
-        int32x4_t offset = vdupq_n_s32(0);
-        if (kind == EIGHT_BITS) offset = vshlq_n_s32(vcvtq_s32_f32(vld1q_dup_f32(group_sums + m)), 7);
-        int32x4_t high = vshlq_n_s32(dot_digits(vdupq_n_s32(0), w, digits), 8);
-        if (is_apart) {
-            sums[m] = (vi)vaddq_s32(high, dot_digits(offset, w, digits + GROUP));
-        } else {
-            if (kind == EIGHT_BITS) high = vaddq_s32(high, offset);
-            sums[m] = (vi)dot_digits(high, w, digits + GROUP);
+#pragma GCC unroll 2
+    for (; m + 4 <= count; m += 4, digits += 8 * GROUP) {
+        int32x4_t four[4];
+        clear_four(four);
+        dot_four(four, w, digits), dot_four(four, w + 4, digits + 16);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            four[i] = vshlq_n_s32(four[i], 8);
+            if (kind == EIGHT_BITS) four[i] = vaddq_s32(four[i], offset_of(group_sums + m + i));
         }
+        dot_four(four, w, digits + GROUP), dot_four(four, w + 4, digits + GROUP + 16);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) sums[m + i] = (vi)four[i];
+    }
+#pragma GCC unroll 4
+    for (; m < count; m++, digits += 2 * GROUP) {
+        int32x4_t offset = kind == EIGHT_BITS ? offset_of(group_sums + m) : vdupq_n_s32(0);
+        int32x4_t high = vshlq_n_s32(dot_digits(vdupq_n_s32(0), w, digits), 8);
+        if (is_apart)
+            sums[m] = (vi)vaddq_s32(high, dot_digits(offset, w, digits + GROUP));
+        else
+            sums[m] = (vi)dot_digits(kind == EIGHT_BITS ? vaddq_s32(high, offset) : high, w,
+                                     digits + GROUP);
     }
 }
