@@ -177,11 +177,10 @@ INLINE void multiply_square(const float *x, const float *y, size_t y_stride, int
         vf v[PANEL_VECTORS];
 #pragma GCC unroll 4
         for (int i = 0; i < PANEL_VECTORS; i++) v[i] = load(x + i * LANES);
-#pragma GCC unroll 8
-        for (int j = 0; j < SIDE; j++)
+#pragma GCC unroll 2
+        for (int j = 0; j < SIDE; j += 4)
 #pragma GCC unroll 4
-            for (int i = 0; i < PANEL_VECTORS; i++)
-                acc[j][i] = fmadd(v[i], splat(y[j]), acc[j][i]);
+            for (int i = 0; i < PANEL_VECTORS; i++) add_products(v[i], y + j, i, acc + j);
     }
 }
 
@@ -205,19 +204,29 @@ static void mask_scores(const Panel *p, int64_t start, int count, float *scores)
             if (start + j > p->last[i] || start + j < p->first[i]) scores[j * PANEL + i] = MASKED;
 }
 
-/* Turn scores into weights; returns the factor by which earlier sums are scaled. */
-INLINE vf weigh_panel(Panel *p, int lane, int count, float *scores) {
-    vf before = load(p->greatest + lane), greatest = before, total = zeros();
-    for (int j = 0; j < count; j++) greatest = vmax(greatest, load(scores + j * PANEL + lane));
-    for (int j = 0; j < count; j++) {
-        vf weight = exponential(load(scores + j * PANEL + lane) - greatest);
-        store(scores + j * PANEL + lane, weight);
-        total = total + weight;
+/* Turn scores into weights; `shrink` are the factors by which earlier sums are scaled. A panel's
+ * vectors run at once, because each operation of an exponential waits for the last one. */
+INLINE void weigh_panel(Panel *p, int count, float *scores, vf *shrink) {
+    vf greatest[PANEL_VECTORS], total[PANEL_VECTORS];
+    for (int i = 0; i < PANEL_VECTORS; i++) {
+        greatest[i] = load(p->greatest + i * LANES), total[i] = zeros();
+        for (int j = 0; j < count; j++)
+            greatest[i] = vmax(greatest[i], load(scores + j * PANEL + i * LANES));
     }
-    vf shrink = exponential(before - greatest);
-    store(p->greatest + lane, greatest);
-    store(p->total + lane, fmadd(load(p->total + lane), shrink, total));
-    return shrink;
+    for (int j = 0; j < count; j++)
+#pragma GCC unroll 4
+        for (int i = 0; i < PANEL_VECTORS; i++) {
+            float *score = scores + j * PANEL + i * LANES;
+            vf weight = exponential(load(score) - greatest[i]);
+            store(score, weight);
+            total[i] = total[i] + weight;
+        }
+    for (int i = 0; i < PANEL_VECTORS; i++) {
+        float *sum = p->total + i * LANES;
+        shrink[i] = exponential(load(p->greatest + i * LANES) - greatest[i]);
+        store(p->greatest + i * LANES, greatest[i]);
+        store(sum, fmadd(load(sum), shrink[i], total[i]));
+    }
 }
 
 /* Attend to a block of keys, transposed in squares of SIDE, and their values. */
@@ -235,7 +244,7 @@ static void attend_block(Panel *p, const float *keys, const float *values, int64
     }
     if (start + count - 1 > p->least_last || start < p->most_first)
         mask_scores(p, start, count, scores);
-    for (int v = 0; v < PANEL_VECTORS; v++) shrink[v] = weigh_panel(p, v * LANES, count, scores);
+    weigh_panel(p, count, scores, shrink);
     for (int d = 0; d < dim; d += SIDE) {
         float *sums = p->sums + d * PANEL;
         vf acc[SIDE][PANEL_VECTORS];

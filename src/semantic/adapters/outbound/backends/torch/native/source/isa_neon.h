@@ -41,6 +41,16 @@ INLINE void reduce4(const vf *v, float *sums) {
     vst1q_f32(sums, vpaddq_f32(a, b));
 }
 
+/* Multiply-adds take a factor from a lane, so that one load serves four of them. */
+#define HAS_LANES
+INLINE void add_products(vf x, const float *y, int i, vf sums[4][PANEL_VECTORS]) {
+    float32x4_t v = (float32x4_t)x, factors = vld1q_f32(y);
+    sums[0][i] = (vf)vfmaq_laneq_f32((float32x4_t)sums[0][i], v, factors, 0);
+    sums[1][i] = (vf)vfmaq_laneq_f32((float32x4_t)sums[1][i], v, factors, 1);
+    sums[2][i] = (vf)vfmaq_laneq_f32((float32x4_t)sums[2][i], v, factors, 2);
+    sums[3][i] = (vf)vfmaq_laneq_f32((float32x4_t)sums[3][i], v, factors, 3);
+}
+
 INLINE vw look_up(vw codes) {
     static const uint8_t values[] = {MXFP4_VALUES};
     return (vw)vqtbl1q_u8(vld1q_u8(values), (uint8x16_t)codes);

@@ -12,6 +12,8 @@
  *   SPINS            calls of `cpu_pause` before a waiting thread sleeps: a quarter of a millisecond
  *   splat, fmadd, vmax, round_to_int, load_halves, load_some, store_some, reduce_add, reduce4
  *                    (reduce4 adds in the order of reduce_add)
+ *   add_products     vector `i` of a panel times each of four numbers, added to sums; the default
+ *                    is below, a header that has its own defines HAS_LANES
  *   look_up          the value of each byte's MXFP4 code
  *   dot_group        exact integer dot products of one group of 32 columns
  *
@@ -47,8 +49,16 @@ INLINE vf load(const float *p) {
     memcpy(&v, p, sizeof v);
     return v;
 }
-INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+/* No memcpy: GCC would copy a vector through integer registers. */
+typedef float unaligned_vf __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+INLINE void store(float *p, vf v) { *(unaligned_vf *)p = v; }
 INLINE vf zeros(void) { return (vf){0}; }
+#ifndef HAS_LANES
+INLINE void add_products(vf x, const float *y, int i, vf sums[4][PANEL_VECTORS]) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) sums[j][i] = fmadd(x, splat(y[j]), sums[j][i]);
+}
+#endif
 INLINE vf to_floats(vi v) { return __builtin_convertvector(v, vf); }
 
 /* e to the power of x for x <= 88, within 2e-7 of its value. NaN stays NaN. */
