@@ -339,20 +339,22 @@ class Upkeep:
     def _pointer(self, agent: Agent) -> Pointer | None:
         return self._agents.place(agent).pointer
 
-    def _pointers(self, agents: Sequence[Agent]) -> list[Pointer | None]:
-        """Read where agents are: together, or one by one if a row of the ledger is damaged."""
+    def _pointers(self, agents: Sequence[Agent]) -> Callable[[Agent], Pointer | None]:
+        """Read where agents are, all at once, or each when it is asked for if that fails."""
         try:
-            return [place.pointer for place in self._agents.places(agents)]
+            places = self._agents.places(agents)
         except CachePersistenceError:
-            return list(self._each("finding the blocks", agents, self._pointer))
+            return self._pointer
+        read = {(a.tenant, a.id): place.pointer for a, place in zip(agents, places, strict=True)}
+        return lambda agent: read[agent.tenant, agent.id]
 
     def _partly_reachable(self) -> set[BlockName]:
         """Return the remaining blocks of agents whose last blocks were evicted."""
         agents = self._agents.recent()
-        last = {(a.tenant, a.id): p for a, p in zip(agents, self._pointers(agents), strict=True)}
+        pointer_of = self._pointers(agents)
 
         def names(agent: Agent) -> list[BlockName]:
-            pointer = last[agent.tenant, agent.id]
+            pointer = pointer_of(agent)
             if pointer is None or self._store.get(pointer.block) is not None:
                 return []
             nodes = self._collector.lineage(pointer, lambda: self._agents.tokens(agent))
@@ -376,7 +378,8 @@ class Upkeep:
             for agent in self._agents.recent()
             if (agent.tenant, agent.id) != (but.tenant, but.id)
         ]
-        return [pointer for pointer in self._pointers(others) if pointer is not None]
+        found = self._each("finding the blocks", others, self._pointers(others))
+        return [pointer for pointer in found if pointer is not None]
 
     def _write_touches(self) -> None:
         if self._disk is None:
