@@ -50,6 +50,7 @@ def drive(link: Connection) -> int:
     signals = _Signals()
     try:
         _deploy(settings, options, is_restart=is_restart)
+        _await_running(signals)
         _say(f"listening: {_url(settings)}")
         _say(f"ready: {settings.replicas} replicas of {settings.model}")
         link.send_bytes(b"ready")
@@ -92,6 +93,13 @@ def _deploy(settings: Settings, options: Mapping[str, Any], *, is_restart: bool)
     # Servers that outlived the head keep running: to deploy them again would replace them all.
     if not is_restart or NAME not in serve.status().applications:
         serve.run(build(options), name=NAME, route_prefix="/")
+
+
+def _await_running(signals: _Signals) -> None:
+    from ray import serve
+
+    while not signals.is_stopping and serve.status().applications[NAME].status != "RUNNING":
+        time.sleep(_POLL_S)
 
 
 def _await_end(link: Connection, signals: _Signals, check: Callable[[], str | None]) -> str | None:
