@@ -12,7 +12,8 @@ from transformers import Glm4MoeConfig
 from tests.contract.mlx_models import mlx_config
 from tests.contract.models import BLOCK_TOKENS, SIZES, TinyModel, spec_of, write_weights
 
-HEAD_FAMILIES = ("glm4-moe", "deepseek-v3")
+HEAD_FAMILIES = ("glm4-moe", "deepseek-v3")  # on both backends
+RECURRENT_HEADS = ("qwen3-next",)  # on MLX
 _EXPERTS: Mapping[str, Any] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -41,20 +42,29 @@ def write_head_model(
     """
     config = _config(family)
     config.vocab_size = vocab_size
-    count = config.num_hidden_layers
-    config.num_hidden_layers = count + 1
+    count, size = config.num_hidden_layers, config.hidden_size
+    is_recurrent = family in RECURRENT_HEADS
+    config.num_hidden_layers = count + (not is_recurrent)
     write_weights(directory, config)
     file, written = directory / "model.safetensors", directory / "config.json"
     weights = load_file(file)
     for name in weights:
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             weights[name] *= share
     # A projection that passes on the embedding, and norms that scale by one.
-    layer, size = f"model.layers.{count}.", config.hidden_size
     pair = torch.cat([torch.eye(size), torch.zeros(size, size)], dim=1)
-    norms = ("enorm", "hnorm", "shared_head.norm")
-    weights |= {f"{layer}{name}.weight": torch.ones(size) for name in norms}
-    save_file({**weights, f"{layer}eh_proj.weight": pair}, file, {"format": "pt"})
+    if is_recurrent:  # the head's layer is like the last one, which attends
+        last = f"model.layers.{count - 1}."
+        layer = {n.removeprefix(last): w for n, w in weights.items() if n.startswith(last)}
+        norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        weights |= {f"mtp.layers.0.{name}": weight.clone() for name, weight in layer.items()}
+        weights |= {f"mtp.{name}.weight": torch.zeros(size) for name in norms}
+        weights["mtp.fc.weight"] = pair
+    else:
+        norms = ("enorm", "hnorm", "shared_head.norm")
+        weights |= {f"model.layers.{count}.{name}.weight": torch.ones(size) for name in norms}
+        weights[f"model.layers.{count}.eh_proj.weight"] = pair
+    save_file(weights, file, {"format": "pt"})
     values = json.loads(written.read_text())
     values |= {"num_hidden_layers": count, "rope_scaling": values.get("rope_scaling")}
     written.write_text(json.dumps(values))

@@ -17,11 +17,11 @@ from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.request import Job
 from semantic.application.settings import EngineLimits
 from semantic.domain.pool import BlockPool
-from semantic.domain.sampling import SamplingParams
+from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.backend import Chunk, Draw, ModelBackendPort, SequenceId
 from tests.contract.conftest import make_mlx, require_mlx
 from tests.contract.driver import GREEDY, begin, prompt, sampled, step
-from tests.contract.head_models import HEAD_FAMILIES, write_head_model
+from tests.contract.head_models import HEAD_FAMILIES, RECURRENT_HEADS, write_head_model
 from tests.contract.models import TinyModel
 from tests.contract.test_draft_models import NUM_REPLY, SEEDED, make_job
 from tests.unit.application.engine_rig import EngineRig
@@ -32,7 +32,9 @@ pytestmark = pytest.mark.contract
 ALWAYS, MOSTLY, RARELY = 0.0, 0.004, 1.0
 
 # Each family on each backend.
-SUBJECTS = tuple(f"{library}-{family}" for library in ("torch", "mlx") for family in HEAD_FAMILIES)
+ATTENDING = tuple(f"{library}-{family}" for library in ("torch", "mlx") for family in HEAD_FAMILIES)
+RECURRENT = tuple(f"mlx-{family}" for family in RECURRENT_HEADS)
+SUBJECTS = (*ATTENDING, *RECURRENT)
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ def test_a_head_keeps_a_bounded_part_of_a_sequence(
     assert backend.memory() <= backend.bytes_for([len(run.tokens)])
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", ATTENDING)
 def test_a_sequence_that_was_cut_or_forked_begins_anew(
     head_model: GetHeadModel, subject: str
 ) -> None:
@@ -241,6 +243,68 @@ def test_a_sequence_that_was_cut_or_forked_begins_anew(
         assert backend.head.draft([chunk], 2) == [()]
         step(backend, chunk)
         assert len(backend.head.draft([replace(chunk, start=13)], 2)[0]) == 2
+
+
+@pytest.mark.parametrize("subject", RECURRENT)
+def test_a_reply_that_ends_inside_a_draft_is_resumed_there(
+    head_model: GetHeadModel, subject: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = head_model(subject, MOSTLY)
+    backend = model.load()
+    rig, cuts, truncate = make_rig(backend, [200] * 64, max_idle=8), [], backend.truncate
+
+    def spied(seq: SequenceId, num_tokens: int) -> int:
+        cuts.append(backend._sequences[seq].length - num_tokens)
+        reached: int = truncate(seq, num_tokens)
+        return reached
+
+    monkeypatch.setattr(backend, "truncate", spied)
+    for number in range(6):
+        tokens = prompt(20, number)
+        reply = alone(model, tokens, SEEDED, 40)
+        last = next(i for i, token in enumerate(reply) if i > 15 and token not in reply[:i])
+        stop = StopRules(token_ids=frozenset([reply[last]]), ignore_eos=True)
+        job = make_job(f"first {number}", tokens, SEEDED, 40)
+        rig.serve(replace(job, stop=stop))
+        assert list(rig.reply_state(job.id).tokens) == reply[: last + 1]
+        if number % 2:
+            rig.engine.close_idle(job.agent)
+        said = [*tokens, *reply[: last + 1], *prompt(3, 50)]
+        rig.serve(later := make_job(f"later {number}", said, SEEDED, 4))
+        assert rig.num_reused(later.id) >= 20 + last
+        assert list(rig.reply_state(later.id).tokens) == alone(model, said, SEEDED, 4)
+    assert any(cut > 0 for cut in cuts)
+
+
+@pytest.mark.parametrize("subject", RECURRENT)
+def test_recurrent_state_returns_into_the_last_draft(
+    head_model: GetHeadModel, subject: str
+) -> None:
+    """The state is that of the last accepted token, and of any before it in the draft."""
+    model = head_model(subject, RARELY)
+    backend, tokens = model.load(), prompt(20)
+    expected = alone(model, tokens, SEEDED, 12)
+    for kept in (1, 3):  # so many tokens of the draft are right
+        for end in range(20, 22 + kept):
+            run = begin(backend, 1, tokens, SEEDED)
+            run.take(run.chunk(), *step(backend, run.chunk()))
+            wrong = (expected[1 + kept] + 1) % 90
+            draft = (*expected[1 : 1 + kept], wrong)
+            (row,) = step(backend, replace(run.chunk(), draft=draft))
+            assert len(sampled(row).accepted) == kept
+            assert backend.memory() <= backend.bytes_for([len(tokens) + 12])
+            copy = SequenceId(2)
+            assert backend.fork(run.seq, copy, end)
+            assert backend.truncate(run.seq, end) == end
+            for seq in (copy, run.seq):
+                said = [*tokens, *expected][: end + 1]
+                found: list[int] = []
+                while len(found) < 4:
+                    chunk = Chunk(seq, len(said) - 1, (said[-1],), Draw(SEEDED, 20))
+                    found.append(sampled(*step(backend, chunk)).token)
+                    said.append(found[-1])
+                assert found == expected[end - 19 :][:4]
+                backend.close_sequence(seq)
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)

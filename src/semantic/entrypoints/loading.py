@@ -307,13 +307,13 @@ class ModelLoader:
 
     def _has_own_head(self, directory: Path) -> bool:
         """Whether a model drafts with its own MTP head, which `auto` prefers to a second model."""
-        settings = self._settings
-        if settings.draft_model != "auto" or self._backend_name == "fake" or settings.shards > 1:
+        settings, library = self._settings, self._backend_name
+        if settings.draft_model != "auto" or library == "fake" or settings.shards > 1:
             return False
         from semantic.adapters.outbound.backends.mtp.names import find_head
         from semantic.adapters.outbound.models.source import read_config
 
-        return find_head(directory, read_config(directory)) is not None
+        return find_head(directory, read_config(directory), library) is not None
 
     def _draft_entry(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry | None:
         """Return the draft model that the settings want for a model; fetches it if needed.
@@ -362,7 +362,7 @@ class ModelLoader:
         on_progress(f"loading {place.name}, which drafts")
         self._draft_in_use.share(place)
         backend, _ = self._make_backend(place, make)
-        if not backend.traits.max_draft:
+        if not backend.traits.max_draft or backend.spec.num_state:
             backend.shutdown()
             self._refuse_draft(entry, f"{drafting.id} cannot draft: {_NO_CUT}")
             return None

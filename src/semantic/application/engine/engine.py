@@ -458,6 +458,8 @@ class BlockPoolBatchEngine:
         self._planner.forget(generation)
         self._watch.note_end(generation)
         if generation.seq in self._memory.sequences:
+            if self._backend.spec.num_state:  # a reply may end inside a draft; its state may not
+                self._backend.truncate(generation.seq, generation.progress.num_computed)
             self._sharing.seal_tail(generation)
             is_kept = isinstance(generation.final, Finished) and not generation.job.is_ephemeral
             if is_sound and is_kept and generation.progress.num_computed:

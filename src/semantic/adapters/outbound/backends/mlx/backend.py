@@ -46,6 +46,7 @@ from semantic.ports.backend import (
     KVPayload,
     Row,
     RowFailed,
+    Sampled,
     SequenceId,
     Step,
     StepOutput,
@@ -121,6 +122,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         )
         super().__init__(spec, traits, MlxSequence)
         self._device = mx.default_device()
+        self._checkpoint_bytes = layout.state_nbytes if self._runner.can_draft else 0
         self._require_room()
         self._num_steps = self._kv_bytes = 0
         self._held: list[object] = []
@@ -177,6 +179,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         # Validate all payloads before changing anything.
         kinds = (by_kind.full, by_kind.window, (by_kind.state,) if by_kind.state else ())
         full, window, state = (payloads.read(layout, kind, end, self._transfer) for kind in kinds)
+        sequence.checkpoint = None
         group = self._runner.groups.isolate(sequence, capacity_for(len(sequence.known)))
         if window or state:
             self._held.append([[*group.arrays[place]] for place in layout.not_full])
@@ -227,6 +230,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
     def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
         row = self._pending(Chunk(seq, start, tuple(tokens)))
         sequence = row.sequence
+        sequence.checkpoint = None
         try:
             hidden = self._runner.hidden(sequence, mx.array([*tokens], mx.int32))
             sums = mx.sum(hidden.astype(mx.float32), axis=0)
@@ -270,21 +274,24 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         super().close_sequence(seq)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        layout = self._runner.layout
-        sizes = (layout.nbytes(capacity_for(n)) + self._head_bytes(n) for n in lengths if n)
-        return sum(sizes)
+        layout, saved = self._runner.layout, self._checkpoint_bytes
+        return sum(
+            layout.nbytes(capacity_for(n)) + saved + self._head_bytes(n) for n in lengths if n
+        )
 
     def _head_bytes(self, length: int) -> int:
         if self._head is None:
             return 0
-        entry_bytes = self._runner.layout.parts[-1].nbytes(1)
+        layout = self._runner.layout
+        entry_bytes = layout.parts[layout.of_kind(LayerKind.FULL)[-1]].nbytes(1)
         return head_bytes(length, entry_bytes, self._head.hidden_bytes)
 
     def memory(self) -> int:
         features = 0 if self._tower is None else self._tower.nbytes
         sequences = [*self._sequences.values()]
         ahead = sum(sequence.ahead.nbytes for sequence in sequences) if self._head else 0
-        return features + ahead + self._runner.groups.nbytes(sequences)
+        saved = sum(s.checkpoint is not None for s in sequences) * self._checkpoint_bytes
+        return features + ahead + saved + self._runner.groups.nbytes(sequences)
 
     def device_memory(self) -> DeviceMemory | None:
         """Return MLX's figures; if it reports no free memory, `used` is this process's memory."""
@@ -341,9 +348,12 @@ class MlxBackend(SequenceBackend[MlxSequence]):
     def _finish(self, row: PendingRow | RowFailed) -> Row:
         if isinstance(row, RowFailed):
             return row
-        answer = row.finish()
-        if isinstance(answer, RowFailed) and self._can_cut(row.sequence, row.chunk.start):
-            self._cut(row.sequence, min(row.sequence.length, row.chunk.start))
+        answer, sequence = row.finish(), row.sequence
+        if isinstance(answer, RowFailed) and self._can_cut(sequence, row.chunk.start):
+            self._cut(sequence, min(sequence.length, row.chunk.start))
+        is_partly_wrong = isinstance(answer, Sampled) and len(answer.accepted) < len(row.draft)
+        if is_partly_wrong and sequence.checkpoint is not None:
+            self._runner.rewind(sequence, sequence.length)
         return answer
 
     # -- lengths --------------------------------------------------------------------------------
@@ -352,14 +362,25 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         target.length = num_tokens
         target.window_start, target.has_state = source.window_start, source.has_state
         self._runner.groups.copy(source, target)
+        if self._has_state and num_tokens < source.length:
+            target.checkpoint = source.checkpoint
+            self._runner.rewind(target, num_tokens)
+
+    def _can_cut(self, sequence: MlxSequence, num_tokens: int) -> bool:
+        point = sequence.checkpoint
+        is_in_draft = point is not None and point.length <= num_tokens <= sequence.length
+        return is_in_draft or super()._can_cut(sequence, num_tokens)
 
     def _cut(self, sequence: MlxSequence, num_tokens: int) -> None:
         if sequence.copying is not None:
             # The custom kernels will write where the copy still reads; MLX does not track this.
             sequence.copying.settle()
+        if self._has_state and 0 < num_tokens < sequence.length:
+            self._runner.rewind(sequence, num_tokens)
         sequence.length, sequence.last_token = num_tokens, None
         sequence.ahead.clear()
         if num_tokens == 0:
+            sequence.checkpoint = None
             self._release(sequence)
             sequence.window_start, sequence.has_state = 0, True
 

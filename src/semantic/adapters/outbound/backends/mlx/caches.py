@@ -148,6 +148,11 @@ class CacheLayout:
             self._nbytes[capacity] = sum(part.nbytes(capacity) for part in self.parts)
         return self._nbytes[capacity]
 
+    @property
+    def state_nbytes(self) -> int:
+        """Size of one sequence's recurrent arrays."""
+        return sum(self.parts[place].nbytes(0) for place in self.of_kind(LayerKind.STATE))
+
     def zeros(self, capacity: int) -> Arrays:
         return [part.zeros(capacity) for part in self.parts]
 

@@ -35,6 +35,14 @@ from semantic.adapters.outbound.backends.mtp.state import HeadState
 _STAY = 2  # a row may miss this many steps before it is moved out of its group
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """The recurrent arrays of a sequence before its last draft, by part."""
+
+    length: int
+    arrays: Arrays
+
+
 @dataclass(slots=True, eq=False)
 class MlxSequence:
     """A sequence's tokens, and the location of its KV cache.
@@ -45,6 +53,8 @@ class MlxSequence:
         copying: The last copy of its KV cache to the host, if any.
         lag: How far the position of its next token lags behind its index, because of images.
         ahead: What the model's head for draft tokens keeps.
+        checkpoint: From here, recurrent state can be computed up to any later token; None if the
+            model has none, or if the last tokens were no draft.
     """
 
     known: list[int]
@@ -57,6 +67,7 @@ class MlxSequence:
     copying: Copying | None = None
     lag: int = 0
     ahead: HeadState = field(default_factory=lambda: HeadState(MLX_ARRAYS))
+    checkpoint: Checkpoint | None = None
 
     def group_row(self) -> tuple["Group", int]:
         if self.group is None:

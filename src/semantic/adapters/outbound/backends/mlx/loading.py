@@ -134,7 +134,7 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
     try:
         is_pinning = options.pinned_bytes and cuda.is_in_use() and kernels.can_compile()
         memory = shared_memory(options.pinned_bytes) if is_pinning else None
-        names = find_head(directory, config)
+        names = find_head(directory, config, "mlx")
         weights = None if names is None else HeadWeights(names)
         ways = (
             library_options(config) if weights is None else {"get_model_classes": weights.classes}

@@ -84,8 +84,11 @@ class Probes:
         return self._is_draft_sound(verify)
 
     def can_drafts_follow(self) -> bool:
-        """Whether draft tokens can follow a token in a pass of one sequence."""
-        if self._runner.layout.not_full or self._has_index:
+        """Whether draft tokens can follow a token in a pass of one sequence.
+
+        They are dropped by its length, and from recurrent arrays by a `Checkpoint`.
+        """
+        if self._runner.layout.of_kind(LayerKind.WINDOW) or self._has_index:
             return False
 
         def verify(given: list[MlxSequence]) -> DraftLogits:

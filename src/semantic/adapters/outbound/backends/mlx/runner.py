@@ -25,7 +25,13 @@ from semantic.adapters.outbound.backends.mlx.decode import (
     views,
     wrap_attention,
 )
-from semantic.adapters.outbound.backends.mlx.groups import Group, GroupStep, MlxSequence, RowGroups
+from semantic.adapters.outbound.backends.mlx.groups import (
+    Checkpoint,
+    Group,
+    GroupStep,
+    MlxSequence,
+    RowGroups,
+)
 from semantic.adapters.outbound.backends.mlx.probing import Batching, Probes, is_close
 from semantic.adapters.outbound.backends.mlx.rows import (
     PendingRow,
@@ -45,6 +51,7 @@ from semantic.adapters.outbound.backends.mlx.sampling import (
 from semantic.adapters.outbound.backends.mlx.vision.tower import ChunkImages, LanguageInputs
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.images.spans import is_image_id
+from semantic.domain.spec import LayerKind
 
 _LOG = logging.getLogger(__name__)
 _ROW_COUNTS = (2, 9, 17, MAX_ROWS + 1)  # at these counts, kernels differ from those for fewer rows
@@ -92,6 +99,7 @@ class MlxRunner:
             keep_all_tokens(model)
             self._body = None
         self.groups = RowGroups(self.layout)
+        self._recurrent = self.layout.of_kind(LayerKind.STATE)
         self.latest: Array | None = mx.zeros(1)
         self._step = 0
         self._max_short = 1  # prompts up to this length run as rows of a decode pass
@@ -124,6 +132,7 @@ class MlxRunner:
         last: dict[MlxSequence, Tokens] = {}
         for row in rows:
             chunk, sequence = row.chunk, row.sequence
+            sequence.checkpoint = None
             if chunk.draw is not None:
                 end = chunk.start + chunk.num_tokens
                 row.token, *row.later = (
@@ -152,6 +161,10 @@ class MlxRunner:
         chunk, sequence = row.chunk, row.sequence
         num_kept = len(tokens) if chunk.targets else 1 + len(row.draft)
         ids = [0 if is_image_id(token) else token for token in tokens]
+        if row.draft and self._recurrent:
+            group = self.groups.isolate(sequence, 0)
+            held = [[*group.arrays[place]] for place in self._recurrent]
+            sequence.checkpoint = Checkpoint(sequence.length, held)
         logits = self.extend(sequence, mx.array(ids, mx.int32), num_kept, row.images)
         sequence.length -= len(row.draft)
         outputs = self._keep_hidden([(sequence, 0)] * len(tokens), {sequence: row})
@@ -166,6 +179,25 @@ class MlxRunner:
             return outputs + draw_rows(logits[-len(drawn) :], drawn)
         row.mark = mx.contiguous(arrays[-1].reshape(-1)[:1])
         return [*outputs, row.mark]
+
+    def rewind(self, sequence: MlxSequence, end: int) -> None:
+        """Return to a sequence's checkpoint, and compute its tokens up to `end` again.
+
+        Raises:
+            ValueError: it has no checkpoint.
+        """
+        point = sequence.checkpoint
+        if point is None:
+            raise ValueError("the sequence has no checkpoint")
+        group = self.groups.isolate(sequence, 0)
+        for place, arrays in zip(self._recurrent, point.arrays, strict=True):
+            group.arrays[place] = [*arrays]
+        sequence.length = point.length
+        if end > point.length:
+            self.extend(sequence, mx.array(sequence.known[point.length : end], mx.int32))
+            mx.async_eval(sequence.group_row()[0].arrays)
+            if self.keeps_hidden:
+                self._last.passed = []
 
     def _keep_hidden(
         self,

@@ -27,6 +27,13 @@ from semantic.adapters.outbound.backends.mtp.names import HeadNames
 from semantic.ports.backend import SequenceId
 
 _FIRST = "model.layers.0."
+# Arguments of a model whose only layer is like the head's: with experts, and with full attention.
+_ONE_LAYER: Mapping[str, Any] = {
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 0,
+    "full_attention_interval": 1,
+    "mlp_only_layers": [],
+}
 
 
 class HeadWeights:
@@ -39,7 +46,7 @@ class HeadWeights:
     def classes(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return mlx-lm's classes for a config; its model then does not see the head's weights."""
         kind, arguments = import_library("mlx_lm.utils")._get_classes(config)
-        prefix, taken = self._names.layer, self._taken
+        prefix, taken = self._names.prefix, self._taken
 
         def sanitize(self: Any, weights: dict[str, Array]) -> dict[str, Array]:
             taken.update({n: weights.pop(n) for n in [*weights] if n.startswith(prefix)})
@@ -54,18 +61,20 @@ class HeadWeights:
         Raises:
             ValueError: weights are missing.
         """
-        first, second, pair, last = (self._taken[name] for name in self._names.others)
-        named = {name.removeprefix(self._names.layer): w for name, w in self._taken.items()}
-        self._taken.clear()
-        # The model's layers from `first_k_dense_replace` on have experts, and so has the head's.
-        single = type(model)(replace(model.args, num_hidden_layers=1, first_k_dense_replace=0))
+        names, taken = self._names, self._taken
+        first, second, pair, last = (taken.pop(name) for name in names.others)
+        named = {_FIRST + name.removeprefix(names.layer): w for name, w in taken.items()}
+        taken.clear()
+        changed = {name: value for name, value in _ONE_LAYER.items() if hasattr(model.args, name)}
+        single = type(model)(replace(model.args, **changed))
         layer = single.model.layers[0]
-        sane = single.sanitize({_FIRST + name: weight for name, weight in named.items()})
+        sane = single.sanitize(named)
         inner = {name.removeprefix(_FIRST): weight for name, weight in sane.items()}
         # Files repeat the embedding and the output layer there.
         own = [(name, weight) for name, weight in inner.items() if name.split(".")[0] in layer]
         layer.load_weights(own)
-        return HeadModules(layer, (first, second, last), pair, body_of(model).norm.eps)
+        norms = [weight + names.norm_offset for weight in (first, second, last)]
+        return HeadModules(layer, norms, pair, body_of(model).norm.eps)
 
 
 class HeadModules(nn.Module):  # type: ignore[misc]
@@ -90,8 +99,11 @@ class MlxHead(DraftingHead):
 
     def __init__(self, model: Any, modules: HeadModules) -> None:
         self._modules = modules
-        self._embed: Callable[[Array], Array] = body_of(model).embed_tokens
-        self._unembed: Callable[[Array], Array] = model.lm_head
+        embedding = body_of(model).embed_tokens
+        self._embed: Callable[[Array], Array] = embedding
+        self._unembed: Callable[[Array], Array] = (
+            model.lm_head if "lm_head" in model else embedding.as_linear
+        )
 
     @property
     def hidden_bytes(self) -> int:

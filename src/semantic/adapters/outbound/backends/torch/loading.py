@@ -395,7 +395,7 @@ def _read_by_library(
             return load_share(directory, plan.dtype, plan.share), None
         if _is_grouped(directory):
             return load_grouped(directory, plan.dtype, is_kept=plan.is_kept), None
-        names = find_head(directory, _config(directory)) if plan.has_head else None
+        names = find_head(directory, _config(directory), "torch") if plan.has_head else None
         return read_full(directory, plan.dtype, names)
     except (OSError, *LIBRARY_ERRORS) as error:
         raise _load_failure(spec, error) from error
