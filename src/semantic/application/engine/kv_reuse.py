@@ -6,6 +6,7 @@ when the request ends or is preempted. Used on the device thread only.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from semantic.ports.backend import KVPayload, ModelBackendPort, SequenceId
 _log = logging.getLogger(__name__)
 
 _MAX_FAILED_RESTORES = 3
+_WORTH_WAITING_S = 0.1  # seconds of prefill that a request waits for, instead of repeating them
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +93,16 @@ class PrefixSharing:
                 known = self._plan(generation).end
             # The other's computed tokens are usable now only if the model can resume anywhere.
             at_once = max(known, other.progress.num_computed if self.can_cut_anywhere else 0)
-            if shared - at_once >= self._backend.spec.block_tokens:
+            if shared - at_once >= self._least_awaited():
                 return True
         return False
+
+    def _least_awaited(self) -> int:
+        """Tokens worth waiting for: a block, or fewer on a device that takes long for them."""
+        least, cost = self._backend.spec.block_tokens, self._budget.seconds_per_token
+        if not cost or not self.can_cut_anywhere:
+            return least
+        return min(least, math.ceil(_WORTH_WAITING_S / cost))
 
     def choose_source(
         self, generation: Generation, running: Sequence[Generation]

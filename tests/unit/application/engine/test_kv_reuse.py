@@ -134,6 +134,20 @@ def test_requests_do_not_wait_for_short_or_background_prefixes(
     assert rig.backend.num_open == 2
 
 
+def test_on_a_slow_device_a_request_waits_for_less_than_a_block() -> None:
+    backend = FaultyBackend(fake_spec(block_tokens=8))
+    store = AgentCacheStore(BlockPool(backend.spec, backend.bytes_for([100_000])))
+    limits = EngineLimits(prefill_step_size=4, max_idle=0)
+    rig = EngineRig(backend, store, limits, tick=0.5)
+    rig.serve(make_job("first", "f" * 16, max_tokens=1))
+    rig.submit(make_job("old", "c" * 7 + "o" * 30), young := make_job("young", "c" * 7 + "y" * 30))
+    rig.step()
+    assert rig.backend.num_open == 1
+    rig.run()
+    assert rig.num_reused("young") == 7
+    rig.expect_alone(young)
+
+
 # -- fork ---------------------------------------------------------------------------------------
 
 
