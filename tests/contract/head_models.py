@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Glm4MoeConfig
+from transformers import Glm4MoeConfig, Qwen3_5TextConfig
 
 from tests.contract.mlx_models import mlx_config
 from tests.contract.models import BLOCK_TOKENS, SIZES, TinyModel, spec_of, write_weights
 
 HEAD_FAMILIES = ("glm4-moe", "deepseek-v3")  # on both backends
-RECURRENT_HEADS = ("qwen3-next",)  # on MLX
+RECURRENT_HEADS = ("qwen3-next", "qwen3.5")  # on MLX
 _EXPERTS: Mapping[str, Any] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -23,11 +23,19 @@ _EXPERTS: Mapping[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
+_LINEAR: Mapping[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 
 
 def _config(family: str) -> Any:
     if family == "glm4-moe":
         return Glm4MoeConfig(**SIZES, **_EXPERTS, use_qk_norm=True)
+    if family == "qwen3.5":
+        return Qwen3_5TextConfig(**{**SIZES, "num_hidden_layers": 4}, **_LINEAR)
     return mlx_config(family)
 
 
@@ -67,5 +75,7 @@ def write_head_model(
     save_file(weights, file, {"format": "pt"})
     values = json.loads(written.read_text())
     values |= {"num_hidden_layers": count, "rope_scaling": values.get("rope_scaling")}
+    if family == "qwen3.5":
+        values = {"model_type": "qwen3_5", "text_config": values}
     written.write_text(json.dumps(values))
     return TinyModel(directory, spec_of(directory, BLOCK_TOKENS))

@@ -1,6 +1,7 @@
 """Replies with a model's own MTP head, by the engine, equal those of plain decoding."""
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -243,6 +244,21 @@ def test_a_sequence_that_was_cut_or_forked_begins_anew(
         assert backend.head.draft([chunk], 2) == [()]
         step(backend, chunk)
         assert len(backend.head.draft([replace(chunk, start=13)], 2)[0]) == 2
+
+
+@pytest.mark.parametrize("subject", RECURRENT)
+def test_weights_of_a_head_are_read_as_those_of_the_model(
+    head_model: GetHeadModel, subject: str
+) -> None:
+    """The head's layer was written as a copy of the model's last one, and its norms scale by 1."""
+    backend = head_model(subject, RARELY).load()
+    model = backend._runner._model
+    flatten = importlib.import_module("mlx.utils").tree_flatten
+    own, last = (dict(flatten(part.parameters())) for part in (model.mtp.layer, model.layers[-1]))
+    assert own.keys() == last.keys()
+    assert all((own[name] == last[name]).all().item() for name in own)
+    norms = (model.mtp.embedding_norm, model.mtp.hidden_norm, model.mtp.norm)
+    assert all((norm.weight == 1).all().item() for norm in norms)
 
 
 @pytest.mark.parametrize("subject", RECURRENT)

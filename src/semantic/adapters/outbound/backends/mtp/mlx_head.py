@@ -65,10 +65,15 @@ class HeadWeights:
         first, second, pair, last = (taken.pop(name) for name in names.others)
         named = {_FIRST + name.removeprefix(names.layer): w for name, w in taken.items()}
         taken.clear()
-        changed = {name: value for name, value in _ONE_LAYER.items() if hasattr(model.args, name)}
-        single = type(model)(replace(model.args, **changed))
+        text = _text_model(model)
+        changed = {name: value for name, value in _ONE_LAYER.items() if hasattr(text.args, name)}
+        single = type(text)(replace(text.args, **changed))
         layer = single.model.layers[0]
-        sane = single.sanitize(named)
+        sane = single.sanitize({**named})
+        for name, weight in named.items():
+            # mlx-lm adds the offset only to models with layers that this one does not have.
+            if name.endswith("norm.weight") and sane.get(name) is weight:
+                sane[name] = weight + names.norm_offset
         inner = {name.removeprefix(_FIRST): weight for name, weight in sane.items()}
         # Files repeat the embedding and the output layer there.
         own = [(name, weight) for name, weight in inner.items() if name.split(".")[0] in layer]
@@ -99,10 +104,10 @@ class MlxHead(DraftingHead):
 
     def __init__(self, model: Any, modules: HeadModules) -> None:
         self._modules = modules
-        embedding = body_of(model).embed_tokens
+        embedding, text = body_of(model).embed_tokens, _text_model(model)
         self._embed: Callable[[Array], Array] = embedding
         self._unembed: Callable[[Array], Array] = (
-            model.lm_head if "lm_head" in model else embedding.as_linear
+            text.lm_head if "lm_head" in text else embedding.as_linear
         )
 
     @property
@@ -128,6 +133,11 @@ class MlxHead(DraftingHead):
             if token.device is None:
                 row.known.append(token.token_if_known())
         return input_tokens(pending)[:, None]
+
+
+def _text_model(model: Any) -> Any:
+    """Return the model of text inside one that also accepts images, or the model itself."""
+    return model.language_model if "language_model" in model else model
 
 
 class _Cache:

@@ -30,7 +30,7 @@ class HeadNames:
 
 _FAMILIES: Mapping[Library, tuple[str, ...]] = {
     "torch": ("deepseek_v3", "glm4_moe"),
-    "mlx": ("deepseek_v3", "glm4_moe", "qwen3_next"),
+    "mlx": ("deepseek_v3", "glm4_moe", "qwen3_5", "qwen3_next"),
 }
 
 
@@ -48,7 +48,7 @@ def find_head(directory: Path, config: Mapping[str, Any], library: Library) -> H
 
 
 def _names(config: Mapping[str, Any]) -> HeadNames:
-    if config["model_type"] == "qwen3_next":
+    if config["model_type"] in ("qwen3_5", "qwen3_next"):
         own = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
         others = tuple(f"mtp.{name}.weight" for name in own)
         return HeadNames("mtp.", "mtp.layers.0.", others, norm_offset=1.0)
