@@ -184,9 +184,12 @@ INLINE void multiply_square(const float *x, const float *y, size_t y_stride, int
     }
 }
 
-/* Write rows as columns of a panel of `width`; missing rows are zero. */
+/* Write rows, whose size is a multiple of SIDE, as columns of a panel of `width`; missing rows are zero. */
 INLINE void transpose_panel(const float *const *rows, int count, int width, int dim, float *panel) {
-    for (int i = 0; i < width; i++)
+    int i = 0;
+    for (; i + 4 <= count; i += 4)
+        for (int d = 0; d < dim; d += 4) transpose_four(rows + i, d, width, panel + d * width + i);
+    for (; i < width; i++)
         for (int d = 0; d < dim; d++) panel[d * width + i] = i < count ? rows[i][d] : 0.0f;
 }
 

@@ -51,6 +51,16 @@ INLINE void add_products(vf x, const float *y, int i, vf sums[4][PANEL_VECTORS])
     sums[3][i] = (vf)vfmaq_laneq_f32((float32x4_t)sums[3][i], v, factors, 3);
 }
 
+/* Write four numbers of each of four rows as columns; the rows written are `width` apart. */
+INLINE void transpose_four(const float *const *rows, int from, int width, float *out) {
+    float32x4_t a = vld1q_f32(rows[0] + from), b = vld1q_f32(rows[1] + from);
+    float32x4_t c = vld1q_f32(rows[2] + from), d = vld1q_f32(rows[3] + from);
+    float32x4_t ac = vzip1q_f32(a, c), bd = vzip1q_f32(b, d);
+    vst1q_f32(out, vzip1q_f32(ac, bd)), vst1q_f32(out + width, vzip2q_f32(ac, bd));
+    ac = vzip2q_f32(a, c), bd = vzip2q_f32(b, d), out += 2 * width;
+    vst1q_f32(out, vzip1q_f32(ac, bd)), vst1q_f32(out + width, vzip2q_f32(ac, bd));
+}
+
 INLINE vw look_up(vw codes) {
     static const uint8_t values[] = {MXFP4_VALUES};
     return (vw)vqtbl1q_u8(vld1q_u8(values), (uint8x16_t)codes);

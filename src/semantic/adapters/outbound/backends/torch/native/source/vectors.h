@@ -12,8 +12,9 @@
  *   SPINS            calls of `cpu_pause` before a waiting thread sleeps: a quarter of a millisecond
  *   splat, fmadd, vmax, round_to_int, load_halves, load_some, store_some, reduce_add, reduce4
  *                    (reduce4 adds in the order of reduce_add)
- *   add_products     vector `i` of a panel times each of four numbers, added to sums; the default
- *                    is below, a header that has its own defines HAS_LANES
+ *   add_products     vector `i` of a panel times each of four numbers, added to sums
+ *   transpose_four   four numbers of each of four rows as columns; the defaults of these two are
+ *                    below, a header that has its own defines HAS_LANES
  *   look_up          the value of each byte's MXFP4 code
  *   dot_group        exact integer dot products of one group of 32 columns
  *
@@ -57,6 +58,10 @@ INLINE vf zeros(void) { return (vf){0}; }
 INLINE void add_products(vf x, const float *y, int i, vf sums[4][PANEL_VECTORS]) {
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) sums[j][i] = fmadd(x, splat(y[j]), sums[j][i]);
+}
+INLINE void transpose_four(const float *const *rows, int from, int width, float *out) {
+    for (int i = 0; i < 4; i++)
+        for (int d = 0; d < 4; d++) out[d * width + i] = rows[i][from + d];
 }
 #endif
 INLINE vf to_floats(vi v) { return __builtin_convertvector(v, vf); }
