@@ -225,8 +225,8 @@ class Traits:
         kv_abi: Identifies the payload layout; changes whenever older payloads become unreadable.
         state_bits: Bits per number in the KV cache on the device.
         compute: How the model is computed; None for a backend that computes nothing.
-        max_draft: Maximum number of draft tokens per chunk; 0 if the model's layers cannot be
-            truncated.
+        max_draft: Maximum number of draft tokens per chunk; 0 if rejected ones cannot be
+            dropped from the model's layers.
         draft_end: Draft tokens must lie before this position, since window layers cannot be
             truncated beyond it.
         accepts_images: Whether sequences may have images.
