@@ -1,11 +1,10 @@
 """How the device's memory is divided: weights, KV cache of open sequences, and MLX's own use.
 
 MLX caches freed buffers, by default as many as the memory holds, and keeps what loading freed. Its
-memory limit did not make it release them on an H200, so the cache has a limit of its own. On CUDA,
-releasing all of them takes a third of a second, and releasing some for a new size waits for the
-device: the cache may be large. On Metal, memory is shared with all other programs: the cache is
-small. There, macOS may also page out buffers of a GPU that idles, and the first reply after a pause
-would wait for them: wired buffers stay.
+memory limit did not make it release them on an H200, so the cache has a limit of its own: on CUDA
+what MLX may use besides weights and KV cache. On Metal, memory is shared with all other programs:
+the cache is small. There, macOS may also page out buffers of a GPU that idles, and the first reply
+after a pause would wait for them: wired buffers stay.
 """
 
 import logging
@@ -14,9 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 _LOG = logging.getLogger(__name__)
-# MLX caches at most one part in this many.
-_OF_CUDA = 3
-_OF_METAL = 16
+_OF_METAL = 16  # MLX caches at most one part in this many
 _RESERVED = 8  # one part in this many of the device is for activations, kernels and other programs
 _MARGIN = 10  # MLX may use one part in this many more than weights and KV cache
 _LEAST_MARGIN = 2**30
@@ -41,11 +38,15 @@ class MemoryPlan:
         return self.total - self.total // _RESERVED - self.weights if self.total else None
 
     @property
+    def needed(self) -> int:
+        """Bytes of weights and KV cache together."""
+        room = self.kv_room or 0
+        return self.weights + min(self.budget or room, room)
+
+    @property
     def limit(self) -> int:
         """Bytes that arrays and cached buffers may take together."""
-        room = self.kv_room or 0
-        needed = self.weights + min(self.budget or room, room)
-        return min(self.total, needed + max(needed // _MARGIN, _LEAST_MARGIN))
+        return min(self.total, self.needed + max(self.needed // _MARGIN, _LEAST_MARGIN))
 
 
 def device_total(setting: int) -> int:
@@ -67,7 +68,7 @@ def limit_device_memory(plan: MemoryPlan) -> None:
         mx.set_memory_limit(plan.limit)
         _wire(working_set)
     elif plan.total:
-        mx.set_cache_limit(plan.limit // _OF_CUDA)
+        mx.set_cache_limit(max(0, plan.limit - plan.needed))
         mx.set_memory_limit(plan.limit)
 
 

@@ -55,7 +55,7 @@ def test_an_older_macos_is_only_warned(
 
 def test_on_cuda_all_that_is_used_is_limited(limits: Callable[..., dict[str, int]]) -> None:
     limit = 12 * GB + 12 * GB // 10
-    assert limits(NVIDIA) == {"cache": limit // 3, "limit": limit}
+    assert limits(NVIDIA) == {"cache": 12 * GB // 10, "limit": limit}
 
 
 @pytest.mark.parametrize(
