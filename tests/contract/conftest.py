@@ -123,7 +123,7 @@ def require_mlx() -> None:
 
 def make_mlx(
     model: TinyModel,
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     *,
     has_head: bool = False,
 ) -> ModelBackendPort:

@@ -21,6 +21,7 @@ class PlainKernels:
         from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_attention
         from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
         from semantic.adapters.outbound.backends.mlx.cuda import linear as cuda_linear
+        from semantic.adapters.outbound.backends.mlx.cuda import quantised as cuda_quantised
         from semantic.adapters.outbound.backends.mlx.cuda import rope as cuda_rope
 
         self.calls: Counter[str] = Counter()
@@ -38,6 +39,8 @@ class PlainKernels:
                 lambda given, _: 1 < given.shape[0] <= max_rows,
             ),
             (cuda_linear, "multiply", self._multiply),
+            (cuda_quantised, "has_kernel", lambda *_: True),
+            (cuda_quantised, "multiply", self._multiply_quantised),
             (cuda_attention, "keep_and_attend", self._keep_and_attend),
             (cuda_rope, "keep", self._keep),
             (runner, "_CHUNK_COUNTS", (32,)),
@@ -88,6 +91,20 @@ class PlainKernels:
             gate, passed = mx.split(out, 2, axis=-1)
             out = nn.silu(gate) * passed
         return out if added is None else out + added
+
+    def _multiply_quantised(self, given: Any, matrix: Any, **options: Any) -> Any:
+        import mlx.core as mx
+
+        self.calls["multiply_quantised"] += 1
+        weight = mx.dequantize(
+            matrix.weight,
+            matrix.scales,
+            matrix.biases,
+            group_size=matrix.group_size,
+            bits=matrix.bits,
+            mode=matrix.mode,
+        )
+        return self._multiply(given, weight.astype(given.dtype), **options)
 
     def _keep_and_attend(
         self, heads: Any, angles: Any, norms: Any, held: Any, plan: Any, scale: float

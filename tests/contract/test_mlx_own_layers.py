@@ -23,6 +23,13 @@ pytestmark = pytest.mark.contract
 
 DRAW = Draw(replace(GREEDY, top_logprobs=5), 1)
 FAMILIES = {"llama": (LlamaConfig, 64), "qwen3": (Qwen3Config, 128)}  # and head_dim
+# How weights are quantised: bits, by name or of all, and the group or the format.
+PACKED: dict[str, tuple[dict[str, int], int, str]] = {
+    "4 bits": ({}, 64, "affine"),
+    "8 bits": ({"": 8}, 32, "affine"),
+    "mixed bits": ({"v_proj": 6, "down_proj": 6, "lm_head": 5}, 32, "affine"),
+    "mxfp4": ({}, 32, "mxfp4"),
+}
 
 
 class Watched:
@@ -70,33 +77,72 @@ class Watched:
                 assert value == pytest.approx(expected.get(token, -99), abs=0.2), (seq, token)
 
 
-def _config(family: str, *, is_real: bool) -> Any:
+def _config(family: str, *, is_real: bool, is_packed: bool) -> Any:
     """A model of the sizes that the kernels take; plain operations compute a smaller one."""
     kind, head_dim = FAMILIES[family]
     sizes = {**SIZES, "max_position_embeddings": 4096}
     if is_real:
         sizes |= {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.1}
         sizes["head_dim"] = head_dim
+    elif is_packed:
+        sizes |= {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
     return kind(**sizes)
 
 
-@pytest.fixture(params=FAMILIES)
+def _quantise(directory: Path, bits: dict[str, int], group: int, mode: str) -> None:
+    """Quantise a model's files as mlx-lm does."""
+    import mlx.core as mx
+
+    path = directory / "model.safetensors"
+    tensors: dict[str, Any] = {}
+    config = json.loads((directory / "config.json").read_text())
+    packing: dict[str, Any] = {"group_size": group, "bits": bits.get("", 4), "mode": mode}
+    for name, tensor in mx.load(str(path)).items():
+        tensors[name] = tensor.astype(mx.bfloat16)
+        owner = name.removesuffix(".weight")
+        if tensor.ndim < 2:
+            continue
+        own = bits.get(owner.split(".")[-1], packing["bits"])
+        wide = mx.quantize(tensors[name], group_size=group, bits=own, mode=mode)
+        for suffix, array in zip(("weight", "scales", "biases"), wide, strict=False):
+            tensors[f"{owner}.{suffix}"] = array
+        packing[owner] = {"group_size": group, "bits": own, "mode": mode}
+    mx.save_safetensors(str(path), tensors, {"format": "mlx"})
+    (directory / "config.json").write_text(json.dumps(config | {"quantization": packing}))
+
+
+@pytest.fixture(
+    params=[
+        *((family, None, "bfloat16") for family in FAMILIES),
+        ("llama", None, "float16"),
+        *(("llama", packed, "bfloat16") for packed in PACKED),
+        ("qwen3", "4 bits", "float16"),
+    ],
+    ids=lambda given: " ".join(str(part) for part in given if part),
+)
 def watched(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Watched]:
     """The kernels where there is a GPU for them, else plain operations in their place."""
     require_mlx()
+    from semantic.adapters.outbound.backends.mlx import loading
     from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
+    from semantic.adapters.outbound.backends.mlx.cuda import tuning
 
+    family, packed, dtype = request.param
     is_real = cuda.is_available()
     if not is_real:
         PlainKernels(monkeypatch)
+        monkeypatch.setattr(loading, "_is_expanded", lambda _: False)
+        monkeypatch.setattr(tuning, "device_total", lambda _: 2**30)
     else:
         import mlx.core as mx
 
         mx.enable_compile()  # as it is in a server
-    model = write_model(tmp_path, _config(request.param, is_real=is_real))
-    backend: Any = make_mlx(model, "bfloat16" if is_real else "float32")
+    model = write_model(tmp_path, _config(family, is_real=is_real, is_packed=bool(packed)))
+    if packed is not None:
+        _quantise(tmp_path, *PACKED[packed])
+    backend: Any = make_mlx(model, dtype if is_real else "float32")
     assert _kinds(backend) == {"FewRowsBlock"}
     assert backend._runner.batching.value == "all rows"
     yield Watched(backend)

@@ -93,6 +93,8 @@ class Kernel:
         header: Source before the function.
         numbers: Names of the integer arguments, which come last.
         is_copying: Whether arrays that are not contiguous are copied first.
+        bounds: Threads of a block, and how many blocks must fit on a multiprocessor; the compiler
+            chooses the number of registers by it.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Kernel:
     header: str = ""
     numbers: Sequence[str] = ()
     is_copying: bool = True
+    bounds: tuple[int, int] | None = None
     _binaries: dict[tuple[Any, ...], tuple[str, bytes]] = field(default_factory=dict, repr=False)
 
     def __call__(
@@ -155,7 +158,8 @@ class Kernel:
         body = f"({', '.join(given)}) {{\n{constants}{self.source}\n}}\n"
         text = _BEGINNING + self.header + body
         name = f"{self.name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-        whole = f'{_BEGINNING}{self.header}extern "C" __global__ void {name}{body}'
+        bounds = "" if self.bounds is None else "__launch_bounds__({}, {})".format(*self.bounds)
+        whole = f'{_BEGINNING}{self.header}extern "C" __global__ void {bounds} {name}{body}'
         return name, compile_source(name, whole)
 
 

@@ -13,6 +13,7 @@ one. The model's code does not change: it still calls each layer, and the first 
 the others.
 """
 
+import copy
 import functools
 import itertools
 from collections.abc import Sequence
@@ -28,11 +29,11 @@ from semantic.adapters.outbound.backends.mlx.runtime import import_library
 MAX_ROWS = 32  # four tiles: with more, reading the input takes longer than reading the weights
 MAX_STEP_ROWS = 256  # most rows of the custom layers; above MAX_ROWS they use cuBLAS
 
-_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers with the same input
-_HEIGHT = 16  # of a strip; the height of a tile
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers with the same input
+HEIGHT = 16  # of a strip; the height of a tile
 _TILE_ROWS = 8
 _TILES = (1, 2, MAX_ROWS // _TILE_ROWS)  # a separate kernel is compiled for each
-_WARPS = 8
+WARPS = 8
 _STEP = 32  # columns that a warp processes at once
 
 # Thread (g, c) of a warp holds rows g and g + 8 of the strip, and row g of the input. The order of
@@ -43,7 +44,7 @@ _STEP = 32  # columns that a warp processes at once
 # of squares are on the diagonal of the rows' product with themselves, computed by tensor cores.
 # In gated layers, the strip's first eight rows are gates and the others the gated values.
 _SOURCE = (
-    f"constexpr int HEIGHT = {_HEIGHT}, WARPS = {_WARPS}, STEP = {_STEP};"
+    f"constexpr int HEIGHT = {HEIGHT}, WARPS = {WARPS}, STEP = {_STEP};"
     """
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const int num_outputs = IS_GATED ? height / 2 : height;
@@ -96,7 +97,11 @@ _SOURCE = (
             }
         }
     }
+"""
+)
 
+# Adds up the warps' sums, and applies the norm, the gate and the addition.
+FINISH = """
     __shared__ float sums[WARPS][TILES * 8][HEIGHT + 4], squares[WARPS][TILES * 8];
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
@@ -126,9 +131,8 @@ _SOURCE = (
         out[at] = T(all);
     }
 """
-)
 
-_PRODUCT = """
+PRODUCT = """
 template <typename T> struct PairOf { using type = __half2; };
 template <> struct PairOf<__nv_bfloat16> { using type = __nv_bfloat162; };
 
@@ -181,25 +185,34 @@ def multiply(
             has half as many outputs.
     """
     num_rows = given.shape[0]
-    if norm is not None and num_rows > _TILE_ROWS:
+    if norm is not None and not can_norm(given):
         given, norm = mx.fast.rms_norm(given, norm.factors, norm.eps), None
     if num_rows > MAX_ROWS:
         return _multiply_many(given, weight, added, is_gated=is_gated)
     num_outputs = weight.shape[0] // 2 if is_gated else weight.shape[0]
-    num_strips = -(-num_outputs // (_HEIGHT // 2 if is_gated else _HEIGHT))
+    num_strips = -(-num_outputs // (HEIGHT // 2 if is_gated else HEIGHT))
     is_bias = added is not None and added.ndim == 1
     eps = None if norm is None else norm.eps
     optional = [norm and norm.factors, added]
-    num_tiles = next(tiles for tiles in _TILES if num_rows <= tiles * _TILE_ROWS)
     (out,) = _kernel(eps, added is not None, is_bias, is_gated)(
         inputs=[given, weight, *(array for array in optional if array is not None)],
-        template={"T": weight.dtype, "TILES": num_tiles},
-        grid=(num_strips * 32 * _WARPS, 1, 1),
-        threadgroup=(32 * _WARPS, 1, 1),
+        template={"T": weight.dtype, "TILES": num_tiles(num_rows)},
+        grid=(num_strips * 32 * WARPS, 1, 1),
+        threadgroup=(32 * WARPS, 1, 1),
         outputs=[((num_rows, 1, num_outputs), weight.dtype)],
         numbers=(num_rows, *weight.shape),
     )
     return out
+
+
+def can_norm(given: Array) -> bool:
+    """Whether the kernel can apply a norm: float16 could overflow before the division."""
+    return bool(given.shape[0] <= _TILE_ROWS and given.dtype != mx.float16)
+
+
+def num_tiles(num_rows: int) -> int:
+    """Return the tiles of the smallest kernel for so many rows."""
+    return next(tiles for tiles in _TILES if num_rows <= tiles * _TILE_ROWS)
 
 
 def _multiply_many(given: Array, weight: Array, added: Array | None, *, is_gated: bool) -> Array:
@@ -208,7 +221,7 @@ def _multiply_many(given: Array, weight: Array, added: Array | None, *, is_gated
         return mx.addmm(added if added.ndim == 1 else added[:, 0], rows, weight.T)[:, None]
     out = rows @ weight.T
     if is_gated:
-        out = _swiglu(*mx.split(out, 2, axis=-1))
+        out = swiglu(*mx.split(out, 2, axis=-1))
     return (out if added is None else out + added.reshape(-1, out.shape[-1]))[:, None]
 
 
@@ -216,11 +229,26 @@ def _gated(gate: Array, passed: Array) -> Array:
     return gate * mx.sigmoid(gate) * passed
 
 
-_swiglu = mx.compile(_gated)
+swiglu = mx.compile(_gated)
 
 
 @functools.cache
 def _kernel(eps: float | None, is_added: bool, is_bias: bool, is_gated: bool) -> Kernel:
+    kinds, names, lines = kernel_flags(eps, is_added, is_bias, is_gated)
+    return Kernel(
+        "_".join(["multiply_few_rows", *kinds]),
+        ["given", "weight", *names],
+        ["out"],
+        lines + _SOURCE + FINISH,
+        header=HEADER + PRODUCT,
+        numbers=("num_rows", "height", "size"),
+    )
+
+
+def kernel_flags(
+    eps: float | None, is_added: bool, is_bias: bool, is_gated: bool
+) -> tuple[list[str], list[str], str]:
+    """Return what a kernel does in words, its optional inputs, and constants for its source."""
     is_normed = eps is not None
     optional = {"factors": is_normed, "added": is_added}
     flags = {"NORMED": is_normed, "ADDED": is_added, "BIAS": is_bias, "GATED": is_gated}
@@ -228,14 +256,7 @@ def _kernel(eps: float | None, is_added: bool, is_bias: bool, is_gated: bool) ->
     lines += [f"constexpr bool IS_{name} = {int(is_so)};" for name, is_so in flags.items()]
     lines += [f"const T* {name} = given;" for name, is_there in optional.items() if not is_there]
     kinds = [name.lower() for name, is_so in flags.items() if is_so]
-    return Kernel(
-        "_".join(["multiply_few_rows", *kinds]),
-        ["given", "weight", *(name for name, is_there in optional.items() if is_there)],
-        ["out"],
-        "".join(lines) + _SOURCE,
-        header=HEADER + _PRODUCT,
-        numbers=("num_rows", "height", "size"),
-    )
+    return kinds, [name for name, is_there in optional.items() if is_there], "".join(lines)
 
 
 # -- a model's layers ----------------------------------------------------------------------------
@@ -304,13 +325,14 @@ def mend_experts(model: Any) -> None:
 def join_linears(model: Any) -> int:
     """Join layers that share an input; returns the number of joined sets.
 
-    One set at a time, so that memory does not double. Quantised layers stay unchanged.
+    One set at a time, so that memory does not double. Quantised layers are joined if their formats
+    are equal.
     """
     # Only the parent modules, so that this list keeps no weights alive.
     parents = [
         (module, names)
         for _, module in model.named_modules()
-        for names in _SIBLINGS
+        for names in SIBLINGS
         if all(name in module for name in names) and _can_join(module, names)
     ]
     for module, names in parents:
@@ -320,16 +342,23 @@ def join_linears(model: Any) -> int:
 
 def _can_join(module: Any, names: Sequence[str]) -> bool:
     layers = [module[name] for name in names]
-    if any(type(layer) is not _linear() for layer in layers):
-        return False
-    kinds = {(x.weight.shape[1], x.weight.dtype, "bias" in x) for x in layers}
-    return len(kinds) == 1
+    kinds = {(type(layer), *_format(layer)) for layer in layers}
+    return len(kinds) == 1 and type(layers[0]) in (_linear(), _quantised_linear())
+
+
+def _format(layer: Any) -> tuple[Any, ...]:
+    """Return what layers that are joined have in common: columns, number formats, packing."""
+    if not isinstance(layer, (_linear(), _quantised_linear())):
+        return ()
+    arrays = {name: (array.shape[1:], array.dtype) for name, array in layer.parameters().items()}
+    packing = (getattr(layer, name, None) for name in ("bits", "group_size", "mode"))
+    return *sorted(arrays.items()), *packing
 
 
 def _join(module: Any, names: Sequence[str]) -> None:
     layers = [module[name] for name in names]
-    whole = _linear()(1, 1, bias="bias" in layers[0])
-    for name in whole.parameters():
+    whole = copy.copy(layers[0])
+    for name in layers[0].parameters():
         whole[name] = mx.concatenate([layer[name] for layer in layers])
     mx.eval(whole.parameters())
     joined = JoinedLinears(whole, [layer.weight.shape[0] for layer in layers])
@@ -352,6 +381,11 @@ def _expert_kinds() -> tuple[type, type]:
 @functools.cache
 def _linear() -> Any:
     return import_library("mlx.nn").Linear
+
+
+@functools.cache
+def _quantised_linear() -> Any:
+    return import_library("mlx.nn").QuantizedLinear
 
 
 @functools.cache

@@ -9,7 +9,7 @@ run the library's code.
 import functools
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
@@ -17,6 +17,7 @@ from semantic.adapters.outbound.backends.mlx.caches import Array
 from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_attention
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda import linear as cuda_linear
+from semantic.adapters.outbound.backends.mlx.cuda import quantised as cuda_quantised
 from semantic.adapters.outbound.backends.mlx.cuda import rope as cuda_rope
 from semantic.adapters.outbound.backends.mlx.cuda.linear import (
     MAX_ROWS,
@@ -24,23 +25,30 @@ from semantic.adapters.outbound.backends.mlx.cuda.linear import (
     LinearPart,
     Norm,
 )
+from semantic.adapters.outbound.backends.mlx.cuda.quantised import QuantisedMatrix
 from semantic.adapters.outbound.backends.mlx.cuda.rope import HeadNorms
+from semantic.adapters.outbound.backends.mlx.cuda.widening import widen
 from semantic.adapters.outbound.backends.mlx.decode import AttentionView
+from semantic.adapters.outbound.backends.mlx.device_limits import device_total
 from semantic.adapters.outbound.backends.mlx.runtime import import_library
 
 _LOG = logging.getLogger(__name__)
 
 _FAMILIES = ("llama", "qwen2", "qwen3")  # their layers differ only in biases and head norms
+_Matrix: TypeAlias = Array | QuantisedMatrix
 _FAR = 12_345  # a position at which different RoPE modules give different angles
 
 
 def tune(model: Any) -> None:
     """On CUDA, join linears and install the custom kernels, where measurements favour them."""
+    if cuda.is_available():
+        widen(model, device_total(0))
     if cuda.is_in_use():
         cuda_linear.mend_experts(model)
         cuda_linear.join_linears(model)
     if cuda.is_available():
         cuda_linear.use_custom_linears(model)
+        cuda_quantised.use_custom_linears(model)
         use_custom_layers(model)
 
 
@@ -69,17 +77,17 @@ class LayerWeights:
     """
 
     first_norm: Norm
-    heads: Array
+    heads: _Matrix
     heads_bias: Array | None
     head_norms: HeadNorms | None
     rope: Any
     num_heads: int
     num_key_heads: int
     scale: float
-    attended: Array
+    attended: _Matrix
     second_norm: Norm
-    inner: Array
-    outer: Array
+    inner: _Matrix
+    outer: _Matrix
 
     @property
     def dim(self) -> int:
@@ -88,7 +96,7 @@ class LayerWeights:
 
 def run_layer(weights: LayerWeights, given: Array, view: AttentionView) -> Array:
     """Compute one layer for one token each of some rows ``[rows, 1, hidden]``."""
-    w, multiply = weights, cuda_linear.multiply
+    w = weights
     heads = multiply(given, w.heads, norm=w.first_norm, added=w.heads_bias)
     heads = heads.reshape(given.shape[0], -1, 1, w.dim)
     attended = view.kernels.keep_and_attend(
@@ -97,6 +105,20 @@ def run_layer(weights: LayerWeights, given: Array, view: AttentionView) -> Array
     hidden = multiply(attended.reshape(given.shape[0], 1, -1), w.attended, added=given)
     inner = multiply(hidden, w.inner, norm=w.second_norm, is_gated=True)
     return multiply(inner, w.outer, added=hidden)
+
+
+def multiply(
+    given: Array,
+    matrix: _Matrix,
+    *,
+    norm: Norm | None = None,
+    added: Array | None = None,
+    is_gated: bool = False,
+) -> Array:
+    """Multiply rows by a matrix, quantised or not; see `linear.multiply`."""
+    if isinstance(matrix, QuantisedMatrix):
+        return cuda_quantised.multiply(given, matrix, norm=norm, added=added, is_gated=is_gated)
+    return cuda_linear.multiply(given, matrix, norm=norm, added=added, is_gated=is_gated)
 
 
 def use_custom_layers(model: Any) -> int:
@@ -138,36 +160,42 @@ def _weights_of(layer: Any) -> LayerWeights | None:
     )
     return LayerWeights(
         first_norm=_norm(layer.input_layernorm),
-        heads=heads.whole.weight,
+        heads=_matrix(heads.whole),
         heads_bias=heads.whole.get("bias"),
         head_norms=norms,
         rope=attention.rope,
         num_heads=attention.n_heads,
         num_key_heads=attention.n_kv_heads,
         scale=attention.scale,
-        attended=attention.o_proj.weight,
+        attended=_matrix(attention.o_proj),
         second_norm=_norm(layer.post_attention_layernorm),
-        inner=inner.whole.weight,
-        outer=mlp.down_proj.weight,
+        inner=_matrix(inner.whole),
+        outer=_matrix(mlp.down_proj),
     )
 
 
 def _can_run(weights: LayerWeights) -> bool:
-    w, dtype = weights, weights.heads.dtype
+    w, dtype = weights, weights.first_norm.factors.dtype
     queries, keys = (mx.zeros((1, n, 1, w.dim), dtype) for n in (w.num_heads, w.num_key_heads))
     vectors = [w.first_norm.factors, w.second_norm.factors, w.heads_bias]
     if w.head_norms is not None:
         vectors += [w.head_norms.query_factors, w.head_norms.key_factors]
     return (
-        dtype != mx.float16  # rows could overflow it, because the norm is applied at the end
-        and all(vector is None or vector.dtype == dtype for vector in vectors)
+        all(vector is None or vector.dtype == dtype for vector in vectors)
         and cuda_attention.can_attend(queries, keys, keys)
-        and all(
-            cuda_linear.can_multiply(mx.zeros((MAX_ROWS, 1, m.shape[1]), dtype), m)
-            for m in (w.heads, w.attended, w.inner, w.outer)
-        )
+        and all(_can_multiply(m, dtype) for m in (w.heads, w.attended, w.inner, w.outer))
         and _matches_rope(w)
     )
+
+
+def _can_multiply(matrix: _Matrix, dtype: Any) -> bool:
+    if isinstance(matrix, QuantisedMatrix):
+        return cuda_quantised.has_kernel(matrix, dtype)
+    return cuda_linear.can_multiply(mx.zeros((MAX_ROWS, 1, matrix.shape[1]), dtype), matrix)
+
+
+def _matrix(module: Any) -> _Matrix:
+    return QuantisedMatrix.of(module) if "scales" in module else module.weight
 
 
 def _matches_rope(weights: LayerWeights) -> bool:

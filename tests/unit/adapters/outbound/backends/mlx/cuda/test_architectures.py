@@ -14,6 +14,7 @@ attention = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.at
 device = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.device")
 kernels = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.kernels")
 linear = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.linear")
+quantised = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.quantised")
 rope = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.rope")
 transfer = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.transfer")
 tuning = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.tuning")
@@ -48,7 +49,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def forget_kernels() -> None:
     """A kernel remembers what it has compiled."""
-    for module in (attention, linear, rope, transfer):
+    for module in (attention, linear, quantised, rope, transfer):
         for maker in vars(module).values():
             if hasattr(maker, "cache_clear"):
                 maker.cache_clear()
@@ -71,6 +72,15 @@ def call_kernels_with_tiles() -> None:
         linear.multiply(given, weight, norm=norm, added=more[added])
         if not added:
             linear.multiply(given, weight, norm=norm, is_gated=True)
+    forms = ((4, 32, "affine"), (4, 64, "affine"), (8, 32, "affine"), (8, 128, "affine"))
+    packed = itertools.product(FORMATS, (2, 16, 32), (*forms, (4, 32, "mxfp4")), (True, False))
+    for dtype, num_rows, (bits, group, mode), is_gated in packed:
+        arrays = mx.quantize(mx.zeros((32, 256), dtype), group, bits, mode)
+        matrix = quantised.QuantisedMatrix(*[*arrays, None][:3], group, bits, mode)
+        norm = linear.Norm(mx.ones((256,), dtype), 1e-5) if is_gated else None
+        rows, bias = mx.zeros((num_rows, 1, 256), dtype), mx.zeros((32,), dtype)
+        options = {"norm": norm} if is_gated else {"added": bias}
+        quantised.multiply(rows, matrix, is_gated=is_gated, **options)
 
 
 def call_kernels_without_tiles() -> None:

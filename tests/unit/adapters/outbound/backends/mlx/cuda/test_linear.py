@@ -100,17 +100,21 @@ def test_norms_gates_and_additions_are_fused(
 # -- a model's layers -------------------------------------------------------------------------
 
 
-def _attention(bias: bool = False) -> Any:
+def _attention(bias: bool = False, num_columns: int = 6) -> Any:
     module: Any = nn.Module()
     for name, size in (("q_proj", 8), ("k_proj", 4), ("v_proj", 4)):
-        setattr(module, name, nn.Linear(6, size, bias=bias))
+        setattr(module, name, nn.Linear(num_columns, size, bias=bias))
     return module
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_each_layer_gives_what_it_gave(bias: bool) -> None:
-    """Called together, alone, twice, or with inputs of their own."""
-    module, given, other = _attention(bias), mx.random.normal((3, 6)), mx.random.normal((2, 6))
+@pytest.mark.parametrize("packing", [None, (4, "affine"), (4, "mxfp4")])
+def test_each_layer_gives_what_it_gave(bias: bool, packing: tuple[int, str] | None) -> None:
+    """Called together, alone, twice, or with inputs of their own; quantised or not."""
+    size = 32 if packing else 6
+    module, given, other = _attention(bias, size), mx.random.normal((3, size)), mx.ones((2, size))
+    if packing:
+        nn.quantize(module, group_size=32, bits=packing[0], mode=packing[1])
     names = ("q_proj", "k_proj", "v_proj")
     plain = {name: module[name] for name in names}
     weights = {name: layer.weight for name, layer in plain.items()}
@@ -140,7 +144,8 @@ def test_nothing_is_kept_after_the_last_layer() -> None:
 def test_what_cannot_be_joined_stays() -> None:
     packed: Any = nn.Module()
     packed.gate_proj, packed.up_proj = (nn.Linear(64, 64, bias=False) for _ in range(2))
-    nn.quantize(packed, group_size=32)
+    packed.gate_proj = packed.gate_proj.to_quantized(group_size=32, bits=4)
+    packed.up_proj = packed.up_proj.to_quantized(group_size=32, bits=8)
     unlike: Any = nn.Module()
     unlike.gate_proj, unlike.up_proj = nn.Linear(6, 4, bias=True), nn.Linear(6, 4, bias=False)
     alone: Any = nn.Module()

@@ -1,0 +1,138 @@
+"""The custom multiplication by quantised weights, and which formats it takes.
+
+The kernel itself where there is a GPU for it; what models compute is in the contract suite.
+"""
+
+from typing import Any
+
+import pytest
+
+from semantic.adapters.outbound.backends.mlx import runtime
+
+runtime.prepare(num_threads=1)
+mx = pytest.importorskip("mlx.core")
+nn = pytest.importorskip("mlx.nn")
+device = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.device")
+linear = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.linear")
+quantised = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.quantised")
+widening = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.widening")
+
+pytestmark = pytest.mark.unit
+
+FORMS = [
+    *((bits, group, "affine") for bits in (4, 8) for group in (32, 64, 128)),
+    (4, 32, "mxfp4"),
+]
+
+
+def matrix_of(weight: Any, bits: int, group: int, mode: str) -> Any:
+    arrays = mx.quantize(weight, group, bits, mode)
+    return quantised.QuantisedMatrix(*[*arrays, None][:3], group, bits, mode)
+
+
+def dequantised(matrix: Any) -> Any:
+    """In float32, without a rounding."""
+    wide = [matrix.scales, matrix.biases]
+    if matrix.mode == "affine":
+        wide = [array.astype(mx.float32) for array in wide]
+    packing = {"group_size": matrix.group_size, "bits": matrix.bits, "mode": matrix.mode}
+    return mx.dequantize(matrix.weight, *wide, **packing).astype(mx.float32)
+
+
+@pytest.mark.parametrize(
+    "form,num_columns,dtype,expected",
+    [
+        *((form, 512, mx.bfloat16, True) for form in FORMS),
+        ((4, 64, "affine"), 512, mx.float16, True),
+        ((4, 64, "affine"), 512, mx.float32, False),
+        ((4, 64, "affine"), 320, mx.bfloat16, False),
+        ((6, 64, "affine"), 512, mx.bfloat16, False),
+        ((8, 32, "mxfp8"), 512, mx.bfloat16, False),
+    ],
+)
+def test_what_the_kernel_takes(
+    form: tuple[int, int, str], num_columns: int, dtype: Any, expected: bool
+) -> None:
+    matrix = matrix_of(mx.ones((16, num_columns), dtype), *form)
+    assert matrix.shape == (16, num_columns)
+    assert quantised.has_kernel(matrix, dtype) == expected
+    for num_rows, is_few in ((1, True), (32, True), (33, False)):
+        given = mx.zeros((num_rows, 1, num_columns), dtype)
+        assert quantised.can_multiply(given, matrix) == (expected and is_few)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_rows", [1, 8, 13, 32])
+@pytest.mark.parametrize("shape", [(34, 768), (200, 4096)])
+@pytest.mark.parametrize(
+    "added,is_normed,is_gated", [("rows", False, False), ("bias", True, False), (None, True, True)]
+)
+def test_the_kernel_computes_what_dequantised_weights_give(
+    dtype: Any,
+    form: tuple[int, int, str],
+    num_rows: int,
+    shape: tuple[int, int],
+    added: str | None,
+    is_normed: bool,
+    is_gated: bool,
+) -> None:
+    """Beyond a tile and a strip, with fewer chunks than warps and with more."""
+    if not device.is_available():
+        pytest.skip("no GPU for the kernel")
+    num_outputs = shape[0] // 2 if is_gated else shape[0]
+    weight = mx.random.normal(shape) * shape[1] ** -0.5 + 0.01
+    matrix = matrix_of(weight.astype(dtype), *form)
+    given = mx.random.normal((num_rows, 1, shape[1])).astype(dtype)
+    factors = mx.random.normal((shape[1],)).astype(dtype)
+    rows = mx.random.normal((num_outputs,) if added == "bias" else (num_rows, 1, num_outputs))
+    rows = rows.astype(dtype)
+    out = quantised.multiply(
+        given,
+        matrix,
+        norm=linear.Norm(factors, 1e-5) if is_normed else None,
+        added=rows if added else None,
+        is_gated=is_gated,
+    ).astype(mx.float32)
+    wide = given.astype(mx.float32)
+    if is_normed:
+        wide = mx.fast.rms_norm(wide, factors.astype(mx.float32), 1e-5)
+    expected = wide @ dequantised(matrix).T
+    if is_gated:
+        gate, passed = mx.split(expected, 2, axis=-1)
+        expected = gate * mx.sigmoid(gate) * passed
+    expected = expected + rows.astype(mx.float32) if added else expected
+    error = mx.linalg.norm(out - expected) / mx.linalg.norm(expected)
+    assert error.item() < (1e-2 if is_normed else 4e-3)  # of the output's own rounding
+
+
+def test_more_rows_are_the_librarys() -> None:
+    matrix = matrix_of(mx.random.normal((32, 256)), 4, 64, "affine")
+    given, added = mx.random.normal((40, 1, 256)), mx.random.normal((16,))
+    found = quantised.multiply(given, matrix, added=added, is_gated=True)
+    gate, passed = mx.split(given @ dequantised(matrix).T, 2, axis=-1)
+    assert mx.allclose(found, gate * mx.sigmoid(gate) * passed + added, atol=1e-3).item()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 6])
+def test_wider_packing_keeps_the_weights(bits: int) -> None:
+    model = nn.Module()
+    model.lm_head = nn.Linear(64, 8, bias=False).to_quantized(group_size=32, bits=bits)
+    before = dequantised(quantised.QuantisedMatrix.of(model.lm_head))
+    assert widening.widen(model, device_bytes=100) == 0  # no room
+    assert widening.widen(model, device_bytes=2**20) == 1
+    assert model.lm_head.bits == 8
+    assert mx.array_equal(dequantised(quantised.QuantisedMatrix.of(model.lm_head)), before)
+
+
+def test_siblings_of_unlike_formats_become_alike() -> None:
+    model = nn.Module()
+    for name, bits in (("q_proj", 4), ("k_proj", 4), ("v_proj", 6), ("o_proj", 4)):
+        model[name] = nn.Linear(64, 8, bias=False).to_quantized(group_size=32, bits=bits)
+    given = mx.random.normal((2, 64))
+    expected = [model[name](given) for name in ("q_proj", "k_proj", "v_proj")]
+    assert widening.widen(model, device_bytes=2**20) == 3
+    assert model.o_proj.bits == 4
+    assert linear.join_linears(model) == 1
+    for layer, wanted in zip((model.q_proj, model.k_proj, model.v_proj), expected, strict=True):
+        assert mx.allclose(layer(given), wanted, atol=1e-5).item()
