@@ -39,6 +39,7 @@ from semantic.application.parsing import TextAssembler
 from semantic.application.settings import EngineLimits
 from semantic.domain.errors import (
     BackendError,
+    DeviceLostError,
     GenerationTimeoutError,
     InvalidRequestError,
     ModelSwapError,
@@ -458,8 +459,7 @@ class BlockPoolBatchEngine:
         self._planner.forget(generation)
         self._watch.note_end(generation)
         if generation.seq in self._memory.sequences:
-            if self._backend.spec.num_state:  # a reply may end inside a draft; its state may not
-                self._backend.truncate(generation.seq, generation.progress.num_computed)
+            is_sound = is_sound and self._cut_state(generation)
             self._sharing.seal_tail(generation)
             is_kept = isinstance(generation.final, Finished) and not generation.job.is_ephemeral
             if is_sound and is_kept and generation.progress.num_computed:
@@ -469,6 +469,19 @@ class BlockPoolBatchEngine:
         if isinstance(generation.final, Finished):
             self._queue_event(generation, generation.reply_state)
         self._queue_event(generation, generation.final)
+
+    def _cut_state(self, generation: Generation) -> bool:
+        """Cut recurrent state at a reply's end, which may be inside a draft; False if it fails."""
+        try:
+            if self._backend.spec.num_state:
+                self._backend.truncate(generation.seq, generation.progress.num_computed)
+        except DeviceLostError:
+            raise
+        except Exception:  # noqa: BLE001 - caching never fails a request
+            _log.exception("cannot cut the state at the end of a reply; it is not kept")
+            generation.sealing.stop()
+            return False
+        return True
 
     def _expire(self, now: float) -> None:
         for generation in [g for g in self._generations.values() if g.is_late(now)]:

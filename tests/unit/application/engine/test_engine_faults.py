@@ -26,6 +26,7 @@ from tests.unit.application.memory_rig import fetch
 pytestmark = pytest.mark.unit
 
 SPEC = fake_spec(block_tokens=8)
+STATEFUL = fake_spec(block_tokens=8, has_state=True)
 
 
 class StrictBackend(FaultyBackend):
@@ -114,6 +115,13 @@ class UnsealingBackend(FaultyBackend):
         return super().payload(ticket)
 
 
+class UncuttableBackend(FaultyBackend):
+    """Fails to truncate sequences."""
+
+    def truncate(self, seq: SequenceId, num_tokens: int) -> int:
+        raise RuntimeError(f"cannot truncate {seq} to {num_tokens}")
+
+
 def is_poisoned(step: Step) -> bool:
     """Whether the step has an exclamation mark in a prompt."""
     return any(c.tokens is not LAST_SAMPLED and ord("!") in c.tokens for c in step.chunks)
@@ -143,9 +151,12 @@ def test_what_a_failed_step_left_behind_is_never_kept(where: str) -> None:
     assert backend.violations == []
 
 
+@pytest.mark.parametrize("spec", [SPEC, STATEFUL])
 @pytest.mark.parametrize("where", ["launch", "collect"])
-def test_a_request_that_was_done_when_its_step_failed_does_not_stay_open(where: str) -> None:
-    backend = StrictBackend(pipeline_depth=1)
+def test_a_request_that_was_done_when_its_step_failed_does_not_stay_open(
+    where: str, spec: ModelCacheSpec
+) -> None:
+    backend = StrictBackend(spec, pipeline_depth=1)
     rig = make_rig(backend=backend, max_idle=4)
     rig.submit(make_job("a", "x" * 20, max_tokens=40), make_job("other", "o" * 20, max_tokens=60))
     rig.step(8)
@@ -278,3 +289,14 @@ def test_a_copy_from_the_device_that_fails_costs_the_next_turn_a_prefill(error: 
     rig.serve(second)
     rig.expect_alone(second)
     assert rig.num_reused("b") == 0
+
+
+def test_a_reply_whose_state_cannot_be_cut_ends_and_is_not_kept() -> None:
+    backend = UncuttableBackend(STATEFUL)
+    rig = make_rig(backend=backend, max_idle=4)
+    first = make_job("a", "x" * 30)
+    rig.serve(first)
+    rig.expect_alone(first)
+    second = make_job("a, turn 2", "x" * 30 + rig.text("a") + "more", agent="a")
+    rig.serve(second)
+    rig.expect_alone(second)
