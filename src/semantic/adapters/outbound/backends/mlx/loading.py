@@ -159,7 +159,7 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
         layer = next((layer for layer in spec.layers if layer.kind is LayerKind.FULL), None)
         if layer is not None and cuda.is_in_use():
             prompts.plan(model, layer.num_kv_heads, layer.key_dim, spec.max_context)
-        tuning.tune(model)
+        tuning.tune(model, options.device_bytes)
         mx.eval(model.parameters())
         model.eval()
         spec, make_caches = _agree(model, spec)

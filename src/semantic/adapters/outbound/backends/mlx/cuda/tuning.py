@@ -39,10 +39,13 @@ _Matrix: TypeAlias = Array | QuantisedMatrix
 _FAR = 12_345  # a position at which different RoPE modules give different angles
 
 
-def tune(model: Any) -> None:
-    """On CUDA, join linears and install the custom kernels, where measurements favour them."""
+def tune(model: Any, device_bytes: int = 0) -> None:
+    """On CUDA, join linears and install the custom kernels, where measurements favour them.
+
+    `device_bytes` is the limit of the device's memory; 0 is all of it.
+    """
     if cuda.is_available():
-        widen(model, device_total(0))
+        widen(model, device_total(device_bytes))
     if cuda.is_in_use():
         cuda_linear.mend_experts(model)
         cuda_linear.join_linears(model)
