@@ -361,6 +361,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
     def _copy(self, source: MlxSequence, target: MlxSequence, num_tokens: int) -> None:
         target.length = num_tokens
         target.window_start, target.has_state = source.window_start, source.has_state
+        target.lag = source.lag
         self._runner.groups.copy(source, target)
         if self._has_state and num_tokens < source.length:
             target.checkpoint = source.checkpoint
