@@ -50,7 +50,7 @@ def drive(link: Connection) -> int:
     signals = _Signals()
     try:
         _deploy(settings, options, is_restart=is_restart)
-        _await_running(signals)
+        _await_running(link, signals)
         _say(f"listening: {_url(settings)}")
         _say(f"ready: {settings.replicas} replicas of {settings.model}")
         link.send_bytes(b"ready")
@@ -95,11 +95,12 @@ def _deploy(settings: Settings, options: Mapping[str, Any], *, is_restart: bool)
         serve.run(build(options), name=NAME, route_prefix="/")
 
 
-def _await_running(signals: _Signals) -> None:
+def _await_running(link: Connection, signals: _Signals) -> None:
     from ray import serve
 
     while not signals.is_stopping and serve.status().applications[NAME].status != "RUNNING":
-        time.sleep(_POLL_S)
+        if link.poll(_POLL_S):  # closed: the supervisor was killed
+            _exit_now()
 
 
 def _await_end(link: Connection, signals: _Signals, check: Callable[[], str | None]) -> str | None:
