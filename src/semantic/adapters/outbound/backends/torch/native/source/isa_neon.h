@@ -93,7 +93,7 @@ INLINE void dot_four(int32x4_t *sums, const int8x16_t *w, const int8_t *digits) 
 #define DOT(sum, v, row) "sdot %" #sum ".4s, %[w" #v "].16b, %[" #row "].4b[" #v "]\n\t"
 #define DOTS(v) DOT(0, v, a) DOT(1, v, b) DOT(2, v, c) DOT(3, v, d)
     __asm__(DOTS(0) DOTS(1) DOTS(2) DOTS(3)
-            : "+w"(sums[0]), "+w"(sums[1]), "+w"(sums[2]), "+w"(sums[3])
+            : "+&w"(sums[0]), "+&w"(sums[1]), "+&w"(sums[2]), "+&w"(sums[3])
             : [w0] "w"(w[0]), [w1] "w"(w[1]), [w2] "w"(w[2]), [w3] "w"(w[3]),
               [a] "w"(a), [b] "w"(b), [c] "w"(c), [d] "w"(d));
 #undef DOTS
