@@ -74,15 +74,17 @@ def carry_out(attack: Attack, seed: int, rounds: Iterable[int]) -> Outcome:
     attack.work.mkdir(parents=True, exist_ok=True)
     num_rounds = 0
     attack.open()
-    for number in rounds:
-        attack.round = number
-        num_rounds += 1
+    try:
+        for number in rounds:
+            attack.round = number
+            num_rounds += 1
+            with _noted(attack):
+                attack.run_round(make_dice(seed, attack.kind, number))
+            if len(attack.findings) >= _MOST_FINDINGS:
+                break
+    finally:  # also after Ctrl-C, so that no server is left behind
         with _noted(attack):
-            attack.run_round(make_dice(seed, attack.kind, number))
-        if len(attack.findings) >= _MOST_FINDINGS:
-            break
-    with _noted(attack):
-        attack.close()
+            attack.close()
     seconds = time.monotonic() - started
     return Outcome(
         attack.kind,
