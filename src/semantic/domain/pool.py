@@ -51,6 +51,11 @@ class PoolUsage:
         return self.total - self.used
 
     @property
+    def needed_share(self) -> float:
+        """The share of the budget that eviction cannot free; 0 without a budget."""
+        return (self.held + self.working) / self.total if self.total else 0.0
+
+    @property
     def pressure(self) -> Pressure:
         """The highest level reached by held and working bytes."""
         if self.total == 0:

@@ -95,8 +95,7 @@ class Server:
 
     def pressure(self) -> float:
         """The share of the KV cache's memory budget that is in use and cannot be evicted."""
-        memory = self.cache.use().memory
-        return (memory.held + memory.working) / memory.total if memory.total else 0.0
+        return self.cache.use().memory.needed_share
 
     def start(self) -> None:
         """Start loading the model in the background; returns at once."""

@@ -176,10 +176,11 @@ def _problems(server: Server) -> list[str]:
 
 
 def _condition(server: Server) -> Condition:
-    pressure = server.pressure()
+    use = server.cache.use()
     note = server.memory.note if current_principal().is_admin else ""
-    device = server.cache.use().device
-    return Condition(server.device.is_draining, pressure, _problems(server), note, device)
+    return Condition(
+        server.device.is_draining, use.memory.needed_share, _problems(server), note, use.device
+    )
 
 
 def _add_middleware(app: FastAPI, server: Server) -> None:

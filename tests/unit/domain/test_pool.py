@@ -75,6 +75,11 @@ def test_pressure_is_what_cannot_be_had_by_evicting(
     assert (usage.used, usage.available) == (total, 0)
 
 
+def test_what_is_idle_is_not_needed() -> None:
+    assert PoolUsage(100, held=30, idle=50, working=10, num_blocks=3).needed_share == 0.4
+    assert PoolUsage(0, held=0, idle=0, working=0, num_blocks=0).needed_share == 0.0
+
+
 # -- parts and working bytes: what `test_pool_machine` does at random, once in words ------------
 
 

@@ -254,12 +254,11 @@ class ServerCollector(Collector):
         kinds = {"held": memory.held, "idle": memory.idle, "working": memory.working}
         yield _each(_gauge("memory_used_bytes", "Memory for the KV cache, by kind.", "kind"), kinds)
         yield _one(_gauge("memory_budget_bytes", "Memory budget of the KV cache."), memory.total)
-        needed = memory.held + memory.working
         yield _one(
             _gauge(
                 "pool_utilization_ratio", "Share of the memory budget that eviction cannot free."
             ),
-            needed / memory.total if memory.total else 0.0,
+            memory.needed_share,
         )
         if (device := use.device) is not None:
             shares = {

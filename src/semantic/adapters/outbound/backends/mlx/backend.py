@@ -294,13 +294,19 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         return features + ahead + saved + self._runner.groups.nbytes(sequences)
 
     def device_memory(self) -> DeviceMemory | None:
-        """Return MLX's figures; if it reports no free memory, `used` is this process's memory."""
+        """Return MLX's figures; if it reports no free memory, `used` is this process's memory.
+
+        None if the device does not answer: health checks must say so, and not fail.
+        """
         total, cached = self._plan.total, mx.get_cache_memory()
         if not total:
             return None
         used = mx.get_active_memory() + cached
         if self._device.type == mx.gpu:
-            info = mx.device_info(self._device)
+            try:
+                info = mx.device_info(self._device)
+            except RuntimeError:
+                return None
             total = int(info.get("total_memory") or info.get("memory_size") or total)
             used = total - int(info["free_memory"]) if "free_memory" in info else used
         return DeviceMemory(used, total, self._plan.weights, self._kv_bytes, cached)
