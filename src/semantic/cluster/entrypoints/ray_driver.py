@@ -19,6 +19,7 @@ from semantic.cluster.entrypoints.ray_app import NAME, build
 from semantic.domain.errors import InvalidRequestError, SemanticError
 
 _POLL_S = 0.2
+_FAILING = ("DEPLOY_FAILED", "UNHEALTHY")  # states of an application that Ray may still repair
 _WATCH_S = 2.0  # between two checks of the head; the second that fails in a row counts
 _CONNECT_S = 5.0
 _USAGE_ERROR, _LOST = 2, 3
@@ -98,7 +99,14 @@ def _deploy(settings: Settings, options: Mapping[str, Any], *, is_restart: bool)
 def _await_running(link: Connection, signals: _Signals) -> None:
     from ray import serve
 
-    while not signals.is_stopping and serve.status().applications[NAME].status != "RUNNING":
+    said = ""
+    while not signals.is_stopping:
+        now = serve.status().applications[NAME]
+        if now.status == "RUNNING":
+            return
+        if now.status in _FAILING and now.status != said:
+            said = now.status
+            _say(f"waiting: Ray reports {said}: {now.message.strip() or 'no reason'}")
         if link.poll(_POLL_S):  # closed: the supervisor was killed
             _exit_now()
 
