@@ -11,6 +11,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from benchmarks.report import Report, run
 from semantic.adapters.outbound.backends.mlx import runtime
@@ -33,10 +34,11 @@ GREEDY = Draw(SamplingParams(temperature=0, seed=0), num_prompt=1)
 PREFILL = 2048
 
 
-def make_model(shape: str) -> MlxModel:
-    """Create a Llama with random weights."""
-    hidden, layers, inner, heads, kv_heads, vocab, dtype = SHAPES[shape]
-    config = {
+def llama_config(
+    hidden: int, layers: int, inner: int, heads: int, kv_heads: int, vocab: int
+) -> dict[str, Any]:
+    """Return the configuration of a Llama of these sizes."""
+    return {
         "model_type": "llama",
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -49,6 +51,12 @@ def make_model(shape: str) -> MlxModel:
         "max_position_embeddings": 131_072,
         "tie_word_embeddings": False,
     }
+
+
+def make_model(shape: str) -> MlxModel:
+    """Create a Llama with random weights."""
+    hidden, layers, inner, heads, kv_heads, vocab, dtype = SHAPES[shape]
+    config = llama_config(hidden, layers, inner, heads, kv_heads, vocab)
     llama = runtime.import_library("mlx_lm.models.llama")
     cache = runtime.import_library("mlx_lm.models.cache")
     tree_map = runtime.import_library("mlx.utils").tree_map

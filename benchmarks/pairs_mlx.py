@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bench_drafts import Pair
+from benchmarks.bench_mlx_decode import llama_config
 from benchmarks.report import Report, interleaved
 from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.domain.spec import ModelCacheSpec
@@ -57,7 +58,7 @@ def make_models(shape: str, agree: int) -> list[tuple[Any, dict[str, Any]]]:
     random = np.random.default_rng(agree)
     made: list[tuple[Any, dict[str, Any]]] = []
     for sizes in SHAPES[shape]:
-        config = _config(*sizes)
+        config = llama_config(*sizes)
         model = llama.Model(llama.ModelArgs.from_dict(config))
         model.update(tree_map(partial(_weight, DTYPES[shape]), model.parameters()))
         vocab = config["vocab_size"]
@@ -70,24 +71,6 @@ def make_models(shape: str, agree: int) -> list[tuple[Any, dict[str, Any]]]:
         mx.eval(model.parameters())
         made.append((model, config))
     return made
-
-
-def _config(
-    hidden: int, layers: int, inner: int, heads: int, kv_heads: int, vocab: int
-) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "max_position_embeddings": 131_072,
-        "tie_word_embeddings": False,
-    }
 
 
 def _weight(dtype: Any, path: str, array: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from tests.cluster.rig import PORT, URL, answering, environment
+from tests.cluster.rig import PORT, URL, answering, environment, last_words
 from tests.waiting import eventually
 
 
@@ -82,10 +82,7 @@ class OwnRay:
 
     def logs(self) -> str:
         """The last words of the command and of every replica."""
-        serve = Path("/tmp/ray/session_latest/logs/serve")  # noqa: S108 - Ray's own
-        paths = [self._log, *sorted(serve.glob("*.log"))]
-        texts = {path: path.read_text(errors="replace").splitlines() for path in paths}
-        return "\n".join(f"== {path}\n" + "\n".join(t[-25:]) for path, t in texts.items())
+        return last_words(self._log, "*.log")
 
 
 @contextlib.contextmanager

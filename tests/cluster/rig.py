@@ -182,10 +182,15 @@ class RayFleet:
 
     def logs(self) -> str:
         """The last words of the command and of every replica."""
-        serve = Path("/tmp/ray/session_latest/logs/serve")  # noqa: S108 - Ray's own
-        paths = [self.log, *sorted(serve.glob("replica_*.log"))]
-        texts = {path: path.read_text(errors="replace").splitlines() for path in paths}
-        return "\n".join(f"== {path}\n" + "\n".join(t[-25:]) for path, t in texts.items())
+        return last_words(self.log, "replica_*.log")
+
+
+def last_words(log: Path, of_ray: str) -> str:
+    """The last lines of a command's log, and of Ray Serve's logs of these names."""
+    serve = Path("/tmp/ray/session_latest/logs/serve")  # noqa: S108 - Ray's own
+    paths = [log, *sorted(serve.glob(of_ray))]
+    texts = {path: path.read_text(errors="replace").splitlines() for path in paths}
+    return "\n".join(f"== {path}\n" + "\n".join(t[-25:]) for path, t in texts.items())
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.integration.test_guides import ADDRESSES, FENCE, NEWCOMERS, PAGES, ROOT, RUN
+from tests.integration.test_guides import FENCE, NEWCOMERS, PAGES, ROOT, RUN, follow
 from tests.smoke.server_process import ServerProcess
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -101,40 +101,19 @@ def serving(clone: Path, home: Path, command: str) -> Iterator[ServerProcess]:
             process.wait()
 
 
-def run(info: str, example: str, url: str, place: Path) -> str:
-    """Run a fence unchanged but for the address, and return its output."""
-    text = example
-    for address in ADDRESSES:
-        text = text.replace(address, url)
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    result = subprocess.run(  # noqa: S603 - our own examples
-        [*RUN[info], text],
-        env={**os.environ, "PATH": programs, "HOME": str(place), "SEMANTIC_URL": url},
-        cwd=place,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert result.returncode == 0, f"{text}\n{result.stdout}\n{result.stderr}"
-    assert '{"error":' not in result.stdout, f"{text}\n{result.stdout}"
-    return result.stdout
-
-
-def follow(text: str, url: str, place: Path) -> str:
+def follow_all(text: str, url: str, place: Path) -> str:
     """Run every fence of a text that can be run here; returns all that they printed."""
     said = ""
     for info, example in FENCE.findall(text):
         if info in RUN:
-            said += run(info, example, url, place)
+            said += follow(info, example, url, place)
         elif LAUNCHED in info:
             clients = re.search(r"semantic launch (\w+) +# or ([\w, ]+)", example)
             assert clients is not None, example
             for client in (clients[1], *clients[2].split(", ")):
-                said += run("bash", f"semantic launch {client} --dry-run --force", url, place)
+                said += follow("bash", f"semantic launch {client} --dry-run --force", url, place)
             assert "semantic top" in example
-            said += run("bash", "semantic top --once", url, place)
+            said += follow("bash", "semantic top --once", url, place)
     return said
 
 
@@ -147,12 +126,12 @@ def test_three_pages_are_followed_from_a_fresh_clone(clone: Path, starter_home: 
     before, restarted = PAGES["quick-start"].read_text("utf-8").split(RESTART)
     (command,) = re.findall(r"^make serve$", before, re.MULTILINE)
     with serving(clone, home, command) as server:
-        assert "poet" in follow(before, server.url, place)
+        assert "poet" in follow_all(before, server.url, place)
     with serving(clone, home, command) as server:
-        said = follow(restarted, server.url, place)
+        said = follow_all(restarted, server.url, place)
         assert re.search(r"reuse.*(disk|pool)", said), said
         for name in FOLLOWED:
-            follow(PAGES[name].read_text("utf-8"), server.url, place)
+            follow_all(PAGES[name].read_text("utf-8"), server.url, place)
 
 
 def test_what_is_not_followed_is_written_correctly_and_run_elsewhere() -> None:

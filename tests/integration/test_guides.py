@@ -43,29 +43,34 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.url
 
 
+def follow(language: str, example: str, url: str, place: Path) -> str:
+    """Run an example unchanged but for the server's address, and return its output."""
+    text = example
+    for address in ADDRESSES:
+        text = text.replace(address, url)
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    result = subprocess.run(  # noqa: S603 - our own examples
+        [*RUN[language], text],
+        env={**os.environ, "PATH": programs, "HOME": str(place), "SEMANTIC_URL": url},
+        cwd=place,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert result.returncode == 0, f"{text}\n{result.stdout}\n{result.stderr}"
+    assert '{"error":' not in result.stdout, f"{text}\n{result.stdout}"
+    return result.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in sorted({*PAGES} - NEWCOMERS) if examples(page)])
 def test_examples_can_be_followed(page: str, url: str, tmp_path: Path) -> None:
     for agent in httpx.get(f"{url}/v1/agents", trust_env=False).json()["data"]:
         httpx.delete(f"{url}/v1/agents/{agent['id']}", trust_env=False)
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": programs, "HOME": str(tmp_path), "SEMANTIC_URL": url}
     for language, example in examples(page):
-        text = example
-        for address in ADDRESSES:
-            text = text.replace(address, url)
-        result = subprocess.run(  # noqa: S603 - our own examples
-            [*RUN[language], text],
-            env=environment,
-            cwd=tmp_path,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=180,
-            check=False,
-        )
-        assert result.returncode == 0, f"{text}\n{result.stdout}\n{result.stderr}"
-        assert '{"error":' not in result.stdout, f"{text}\n{result.stdout}"
+        follow(language, example, url, tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES)
