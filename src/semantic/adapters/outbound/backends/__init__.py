@@ -3,8 +3,9 @@
 The engine opens a sequence, loads its saved KV cache, launches steps and takes snapshots.
 `common.py` tracks, for all backends, which sequences are open and where each can be continued and
 truncated; `images.py` keeps features of images and derives positions from them; `sampler.py`
-samples a token from a row of logits on the host; `mtp/` drafts tokens with a model's own head;
-`pinned.py` provides host memory that a CUDA device reads and writes directly. The backends:
+samples a token from a row of logits on the host; `drafting.py` drops rejected draft tokens from
+recurrent layers; `mtp/` drafts tokens with a model's own head; `pinned.py` provides host memory
+that a CUDA device reads and writes directly. The backends:
 
 - `fake.py`: no weights; its KV cache is the tokens themselves. For tests and client developers.
   `fake_vision.py` is how it sees images.

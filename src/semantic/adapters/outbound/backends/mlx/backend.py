@@ -17,7 +17,8 @@ from typing import Self
 import mlx.core as mx
 
 from semantic.adapters.outbound import host_memory
-from semantic.adapters.outbound.backends.common import SequenceBackend, make_rows
+from semantic.adapters.outbound.backends.common import make_rows
+from semantic.adapters.outbound.backends.drafting import DEVICE_ERRORS, DraftingBackend
 from semantic.adapters.outbound.backends.mlx import loading, payloads
 from semantic.adapters.outbound.backends.mlx.caches import UnsupportedCacheError, capacity_for
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
@@ -42,11 +43,9 @@ from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
     Chunk,
     DeviceMemory,
-    DraftHead,
     KVPayload,
     Row,
     RowFailed,
-    Sampled,
     SequenceId,
     Step,
     StepOutput,
@@ -58,7 +57,6 @@ _LOG = logging.getLogger(__name__)
 _CLEAR_INTERVAL = 256  # steps between two releases of unused buffers
 _MAX_DRAFT = 16
 _LEAST_CONTEXT = 1024  # a device without room for this many tokens is refused
-_DEVICE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +71,7 @@ class MlxStepTicket:
     held: tuple[object, ...] = ()
 
 
-def _step_error(error: Exception) -> SemanticError:
-    """Build the error of a step; after a failed allocation, release what MLX caches."""
-    if not is_out_of_memory(error):
-        return BackendError(f"device error: {error}")
-    mx.clear_cache()
-    return PoolExhaustedError(f"the device is out of memory: {error}", retry_after_s=5)
-
-
-class MlxBackend(SequenceBackend[MlxSequence]):
+class MlxBackend(DraftingBackend[MlxSequence]):
     """`ModelBackendPort` over a directory that mlx-lm can load."""
 
     def __init__(self, loaded: MlxModel) -> None:
@@ -159,18 +149,6 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         """
         return cls(loading.load(directory, spec, options or MlxOptions()))
 
-    @property
-    def head(self) -> DraftHead | None:
-        return self if self._head is not None else None
-
-    def draft(self, rows: Sequence[Chunk], count: int) -> list[tuple[int, ...]]:
-        if self._head is None:
-            return [() for _ in rows]
-        try:
-            return self._head.draft(rows, self._sequences, count)
-        except _DEVICE_ERRORS as error:
-            raise _step_error(error) from error
-
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         sequence, layout = self._sequences[seq], self._runner.layout
         by_kind = self._sort_parts(seq, parts, end)
@@ -209,8 +187,8 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             if self._num_steps % _CLEAR_INTERVAL == 0 and not cuda.is_in_use():
                 mx.clear_cache()
             self._kv_bytes = self.memory()  # other threads must not walk the sequences
-        except _DEVICE_ERRORS as error:
-            raise _step_error(error) from error
+        except DEVICE_ERRORS as error:
+            raise self._step_error(error) from error
         held, self._held = tuple(self._held), []
         self._num_running += 1
         return MlxStepTicket(tuple(rows), held)
@@ -221,8 +199,8 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         self._num_running -= 1
         try:
             output = StepOutput(tuple(self._finish(row) for row in ticket.rows))
-        except _DEVICE_ERRORS as error:
-            raise _step_error(error) from error
+        except DEVICE_ERRORS as error:
+            raise self._step_error(error) from error
         if all(isinstance(row, RowFailed) for row in output.rows):
             self._held += ticket.held  # perhaps no row has waited for the step
         return output
@@ -235,8 +213,8 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             hidden = self._runner.hidden(sequence, mx.array([*tokens], mx.int32))
             sums = mx.sum(hidden.astype(mx.float32), axis=0)
             mx.eval(sums, sequence.group_row()[0].arrays)
-        except _DEVICE_ERRORS as error:
-            raise _step_error(error) from error
+        except DEVICE_ERRORS as error:
+            raise self._step_error(error) from error
         sequence.known[start : start + len(tokens)] = tokens
         values: list[float] = sums.tolist()
         return tuple(values)
@@ -265,7 +243,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         if self._transfer is not None:
             try:
                 self._transfer.flush()
-            except _DEVICE_ERRORS as error:
+            except DEVICE_ERRORS as error:
                 _LOG.warning("failed to copy KV cache to the host: %s", error)
 
     def close_sequence(self, seq: SequenceId) -> None:
@@ -357,10 +335,15 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         answer, sequence = row.finish(), row.sequence
         if isinstance(answer, RowFailed) and self._can_cut(sequence, row.chunk.start):
             self._cut(sequence, min(sequence.length, row.chunk.start))
-        is_partly_wrong = isinstance(answer, Sampled) and len(answer.accepted) < len(row.draft)
-        if is_partly_wrong and sequence.checkpoint is not None:
-            self._runner.rewind(sequence, sequence.length)
+        self._drop_rejected(sequence, answer, len(row.draft))
         return answer
+
+    def _step_error(self, error: Exception) -> SemanticError:
+        """Build the error of a step; after a failed allocation, release what MLX caches."""
+        if not is_out_of_memory(error):
+            return BackendError(f"device error: {error}")
+        mx.clear_cache()
+        return PoolExhaustedError(f"the device is out of memory: {error}", retry_after_s=5)
 
     # -- lengths --------------------------------------------------------------------------------
 
@@ -369,25 +352,18 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         target.window_start, target.has_state = source.window_start, source.has_state
         target.lag = source.lag
         self._runner.groups.copy(source, target)
-        if self._has_state and num_tokens < source.length:
-            target.checkpoint = source.checkpoint
-            self._runner.rewind(target, num_tokens)
+        self._copy_state(source, target, num_tokens)
 
-    def _can_cut(self, sequence: MlxSequence, num_tokens: int) -> bool:
-        point = sequence.checkpoint
-        is_in_draft = point is not None and point.length <= num_tokens <= sequence.length
-        return is_in_draft or super()._can_cut(sequence, num_tokens)
+    def _rewind(self, sequence: MlxSequence, end: int) -> None:
+        self._runner.rewind(sequence, end)
 
     def _cut(self, sequence: MlxSequence, num_tokens: int) -> None:
         if sequence.copying is not None:
             # The custom kernels will write where the copy still reads; MLX does not track this.
             sequence.copying.settle()
-        if self._has_state and 0 < num_tokens < sequence.length:
-            self._runner.rewind(sequence, num_tokens)
+        self._cut_state(sequence, num_tokens)
         sequence.length, sequence.last_token = num_tokens, None
-        sequence.ahead.clear()
         if num_tokens == 0:
-            sequence.checkpoint = None
             self._release(sequence)
             sequence.window_start, sequence.has_state = 0, True
 

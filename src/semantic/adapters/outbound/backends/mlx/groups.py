@@ -18,6 +18,7 @@ from typing import Optional
 
 import mlx.core as mx
 
+from semantic.adapters.outbound.backends.drafting import Checkpoint
 from semantic.adapters.outbound.backends.mlx.caches import (
     MLX_ARRAYS,
     Array,
@@ -35,14 +36,6 @@ from semantic.adapters.outbound.backends.mtp.state import HeadState
 _STAY = 2  # a row may miss this many steps before it is moved out of its group
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Checkpoint:
-    """The recurrent arrays of a sequence before its last draft, by part."""
-
-    length: int
-    arrays: Arrays
-
-
 @dataclass(slots=True, eq=False)
 class MlxSequence:
     """A sequence's tokens, and the location of its KV cache.
@@ -52,9 +45,7 @@ class MlxSequence:
         last_token: The token sampled after the last one.
         copying: The last copy of its KV cache to the host, if any.
         lag: How far the position of its next token lags behind its index, because of images.
-        ahead: What the model's head for draft tokens keeps.
-        checkpoint: From here, recurrent state can be computed up to any later token; None if the
-            model has none, or if the last tokens were no draft.
+        ahead: See `DraftedSequence`, like `checkpoint`, whose arrays are by part.
     """
 
     known: list[int]

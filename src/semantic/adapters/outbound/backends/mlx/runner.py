@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from semantic.adapters.outbound.backends.drafting import Checkpoint
 from semantic.adapters.outbound.backends.mlx.caches import (
     Array,
     capacity_for,
@@ -25,13 +26,7 @@ from semantic.adapters.outbound.backends.mlx.decode import (
     views,
     wrap_attention,
 )
-from semantic.adapters.outbound.backends.mlx.groups import (
-    Checkpoint,
-    Group,
-    GroupStep,
-    MlxSequence,
-    RowGroups,
-)
+from semantic.adapters.outbound.backends.mlx.groups import Group, GroupStep, MlxSequence, RowGroups
 from semantic.adapters.outbound.backends.mlx.probing import Batching, Probes, is_close
 from semantic.adapters.outbound.backends.mlx.rows import (
     PendingRow,

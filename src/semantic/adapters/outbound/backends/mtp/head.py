@@ -49,6 +49,11 @@ class DraftingHead(ABC):
 
     arrays: Arrays
 
+    @property
+    @abstractmethod
+    def hidden_bytes(self) -> int:
+        """Size of a hidden state."""
+
     def draft(
         self, chunks: Sequence[Chunk], sequences: Mapping[SequenceId, HeadSequence], count: int
     ) -> list[tuple[int, ...]]:

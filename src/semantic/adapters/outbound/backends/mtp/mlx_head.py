@@ -112,7 +112,6 @@ class MlxHead(DraftingHead):
 
     @property
     def hidden_bytes(self) -> int:
-        """Size of a hidden state."""
         return int(self._modules.norm.weight.nbytes)
 
     def _run(

@@ -54,6 +54,10 @@ class TorchHead(nn.Module, DraftingHead):
         self._shared = (model,)  # in a tuple, so that the model is no part of this module
         self.eval()
 
+    @property
+    def hidden_bytes(self) -> int:
+        return int(self.norm.weight.nbytes)
+
     @torch.inference_mode()
     def draft(
         self, chunks: Sequence[Chunk], sequences: Mapping[SequenceId, HeadSequence], count: int

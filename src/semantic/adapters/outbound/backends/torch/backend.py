@@ -22,12 +22,17 @@ from semantic.adapters.outbound.backends.common import (
     make_rows,
     verify,
 )
+from semantic.adapters.outbound.backends.drafting import (
+    DEVICE_ERRORS,
+    Checkpoint,
+    DraftingBackend,
+)
 from semantic.adapters.outbound.backends.images import grid_positions
 from semantic.adapters.outbound.backends.mtp.state import head_bytes
 from semantic.adapters.outbound.backends.sampler import NOT_FINITE, Logits, check_draw, sample
 from semantic.adapters.outbound.backends.torch import loading as torch_loading
 from semantic.adapters.outbound.backends.torch.decoding import Decoder
-from semantic.adapters.outbound.backends.torch.forward import LibraryForward
+from semantic.adapters.outbound.backends.torch.forward import LibraryForward, draft_span
 from semantic.adapters.outbound.backends.torch.kv.payloads import Payloads, write_piece
 from semantic.adapters.outbound.backends.torch.kv.sequences import (
     ChunkSpan,
@@ -45,7 +50,6 @@ from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
     Chunk,
     Computed,
-    DraftHead,
     KVPayload,
     Row,
     RowFailed,
@@ -64,7 +68,7 @@ _MAX_DIFFERENCE = 2e-3  # largest relative difference between decoder and model
 _log = structlog.get_logger()
 
 
-class TorchBackend(EagerBackend[TorchSequence]):
+class TorchBackend(DraftingBackend[TorchSequence], EagerBackend[TorchSequence]):
     """`ModelBackendPort` over a Hugging Face model directory."""
 
     def __init__(
@@ -104,19 +108,6 @@ class TorchBackend(EagerBackend[TorchSequence]):
         # The decoder's threads share the work of those without a core; PyTorch's do not.
         self._threads = None if is_native else ThreadCount(num_threads)
 
-    @property
-    def head(self) -> DraftHead | None:
-        return self if self._head is not None else None
-
-    def draft(self, rows: Sequence[Chunk], count: int) -> list[tuple[int, ...]]:
-        if self._head is None:
-            return [() for _ in rows]
-        try:
-            drafted: list[tuple[int, ...]] = self._head.draft(rows, self._sequences, count)
-        except (RuntimeError, IndexError) as error:
-            raise BackendError(f"the device failed: {error}") from error
-        return drafted
-
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         sequence, by_kind = self._sequences[seq], self._sort_parts(seq, parts, end)
         parts_read = [self._payloads.read(part) for part in (*by_kind.full, *by_kind.window)]
@@ -134,6 +125,8 @@ class TorchBackend(EagerBackend[TorchSequence]):
         if states is not None and self._caches is not None:
             self._caches.set_states(sequence, states)
             sequence.has_state = True
+        if parts:
+            sequence.checkpoint = None
 
     def launch(self, step: Step) -> Ticket:
         if self._threads is not None and self._threads.adapt():
@@ -141,16 +134,15 @@ class TorchBackend(EagerBackend[TorchSequence]):
         try:
             plan = self._plan(step)
             spans = [span for span in plan if isinstance(span, ChunkSpan)]
+            self._keep_checkpoints(spans)
             logits = self._forward(spans)
-        except (RuntimeError, IndexError) as error:
-            raise BackendError(f"the device failed: {error}") from error
+        except DEVICE_ERRORS as error:
+            raise self._step_error(error) from error
         rows: list[Row] = []
         for entry in plan:
             if isinstance(entry, ChunkSpan):
                 num_rows = _num_logits(entry.chunk)
-                rows.append(_finish(entry, logits[:num_rows]))
-                if self._has_state and isinstance(rows[-1], RowFailed):
-                    entry.sequence.has_state = False  # the state is that after the chunk
+                rows.append(self._settled(entry, _finish(entry, logits[:num_rows])))
                 logits = logits[num_rows:]
             else:
                 rows.append(entry)
@@ -160,11 +152,12 @@ class TorchBackend(EagerBackend[TorchSequence]):
         (span,) = self._plan(Step((Chunk(seq, start, tuple(tokens)),)))
         if isinstance(span, RowFailed):
             raise InvalidRequestError(span.reason, param="input")
+        span.sequence.checkpoint = None
         try:
             with torch.inference_mode():
                 sums: list[float] = self._runner.hidden(span).float().sum(dim=0).tolist()
-        except (RuntimeError, IndexError) as error:
-            raise BackendError(f"the device failed: {error}") from error
+        except DEVICE_ERRORS as error:
+            raise self._step_error(error) from error
         _finish(span, np.empty((0, 0), np.float32))
         return tuple(sums)
 
@@ -180,21 +173,23 @@ class TorchBackend(EagerBackend[TorchSequence]):
     def bytes_for(self, lengths: Sequence[int]) -> int:
         # Buffers grow in steps, and window layers keep every token, too.
         per_token = self._layout.elements_per_token * self._dtype.itemsize
+        states = self._state_bytes * (2 if self._traits.max_draft else 1)  # with a checkpoint
         ahead = self._head_bytes
-        return sum(capacity_for(n) * per_token + self._state_bytes + ahead(n) for n in lengths if n)
+        return sum(capacity_for(n) * per_token + states + ahead(n) for n in lengths if n)
 
     def _head_bytes(self, length: int) -> int:
         if self._head is None:
             return 0
         per_entry = self._layout.elements_per_token // len(self._layout.order)
-        sizes = (per_entry, self._model.config.hidden_size)
-        return head_bytes(length, *(size * self._dtype.itemsize for size in sizes))
+        return head_bytes(length, per_entry * self._dtype.itemsize, self._head.hidden_bytes)
 
     def memory(self) -> int:
         sequences = self._sequences.values()
         features = 0 if self._tower is None else self._tower.nbytes
         return features + sum(
-            s.nbytes + s.ahead.nbytes + (self._state_bytes if s.cache is not None else 0)
+            s.nbytes
+            + s.ahead.nbytes
+            + self._state_bytes * ((s.cache is not None) + (s.checkpoint is not None))
             for s in sequences
         )
 
@@ -219,9 +214,13 @@ class TorchBackend(EagerBackend[TorchSequence]):
         def place(chunk: Chunk) -> ChunkSpan:
             nonlocal offset
             sequence = self._sequence_of(chunk)
-            tokens = (*self._tokens_of(chunk, sequence.last_sampled), *chunk.draft)
-            if self._has_state and chunk.draw is not None:
-                check_draw(chunk.draw, self._spec.vocab_size)  # the state cannot be taken back
+            given = self._tokens_of(chunk, sequence.last_sampled)
+            if self._has_state:
+                for draw in chunk.draws:  # without a checkpoint, the state cannot be taken back
+                    check_draw(draw, self._spec.vocab_size)
+                if not sequence.length or len(given) > 1:  # only decoded tokens have drafts
+                    chunk = replace(chunk, draft=(), masks=())
+            tokens = (*given, *chunk.draft)
             self._grow(sequence, sequence.length + len(tokens))
             span = ChunkSpan(chunk, sequence, tokens, offset)
             if self._tower is not None:
@@ -255,6 +254,41 @@ class TorchBackend(EagerBackend[TorchSequence]):
         forward = self._decoder.step if is_native and self._decoder else self._runner.step
         return forward(spans, last)
 
+    def _keep_checkpoints(self, spans: Sequence[ChunkSpan]) -> None:
+        """Copy the recurrent states before drafts: the library changes its arrays in place."""
+        for span in spans:
+            sequence = span.sequence
+            sequence.checkpoint = None
+            if self._caches is not None and self._has_state and span.chunk.draft:
+                states = [array.clone() for array in self._caches.states(sequence)]
+                sequence.checkpoint = Checkpoint(sequence.length, states)
+
+    def _settled(self, span: ChunkSpan, row: Row) -> Row:
+        """Let the recurrent state be that after the row's tokens."""
+        sequence = span.sequence
+        self._drop_rejected(sequence, row, len(span.chunk.draft))
+        if self._has_state and isinstance(row, RowFailed):
+            if sequence.checkpoint is None:
+                sequence.has_state = False  # the state is that after the chunk
+            else:
+                self._rewind(sequence, sequence.length)
+        return row
+
+    def _rewind(self, sequence: TorchSequence, end: int) -> None:
+        point = sequence.checkpoint
+        if point is None or self._caches is None:
+            raise ValueError("the sequence has no checkpoint")
+        self._caches.set_states(sequence, [array.clone() for array in point.arrays])
+        sequence.length = point.length
+        if end > point.length:
+            tokens = tuple(sequence.known[point.length : end])
+            with torch.inference_mode():
+                self._runner.hidden(draft_span(sequence, tokens))
+        sequence.length = end
+
+    def _step_error(self, error: Exception) -> BackendError:
+        return BackendError(f"the device failed: {error}")
+
     def _grow(self, sequence: TorchSequence, length: int) -> None:
         """Make room for `length` tokens, and for all known tokens of the sequence."""
         if length <= sequence.capacity or not self._layout.shapes:
@@ -280,10 +314,11 @@ class TorchBackend(EagerBackend[TorchSequence]):
         if self._has_state and source.has_state and self._caches is not None:
             states = [array.clone() for array in self._caches.states(source)]
             self._caches.set_states(target, states)
+        self._copy_state(source, target, num_tokens)
 
     def _cut(self, sequence: TorchSequence, num_tokens: int) -> None:
+        self._cut_state(sequence, num_tokens)
         sequence.length, sequence.last_sampled = num_tokens, None
-        sequence.ahead.clear()
         if num_tokens == 0:
             sequence.window_start, sequence.has_state, sequence.cache = 0, True, None
 
@@ -327,7 +362,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
 def _can_draft(loaded: torch_loading.TorchModel) -> bool:
     """Whether draft tokens can follow a token in one pass, and be dropped afterwards."""
     if isinstance(loaded.forward, LibraryForward):
-        return loaded.spec.kinds == (LayerKind.FULL,) and not loaded.forward.is_stepwise
+        return LayerKind.WINDOW not in loaded.spec.kinds and loaded.forward.can_draft
     return True
 
 

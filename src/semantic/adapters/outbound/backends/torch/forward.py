@@ -7,7 +7,9 @@ load, each way is compared with the library's own forward over a few tokens.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -45,6 +47,7 @@ _CUTS = (4, 5, 7)  # where the probe is divided
 # Largest difference of log-probabilities, relative to their spread; results of other tokens differ
 # by more than 1. Rounding in dtypes of 16 bits adds up to far more than in float32.
 _MAX_DIFFERENCE, _MAX_DIFFERENCE_16_BITS = 2e-3, 0.25
+_MAX_ROUNDING = 2e-5  # of float32, in the same measure
 # What transformers and PyTorch raise for a model that they cannot run in some way.
 LIBRARY_ERRORS = (
     *(RuntimeError, ValueError, TypeError, AttributeError, LookupError),
@@ -110,12 +113,15 @@ class LibraryForward:
         caches: The library's caches, which hold recurrent states.
         is_stepwise: Whether later chunks run token by token, because the model extends its cache
             correctly by one token only.
+        can_draft: Whether draft tokens get the same logits in one pass as one after another.
         keeps_hidden: As of `PackedForward`.
     """
 
     def __init__(self, model: Any, caches: SequenceCaches, order: Sequence[int]) -> None:
         self._model, self._order = model, order
         self.caches, self.is_stepwise, self.keeps_hidden = caches, False, False
+        self.can_draft = False
+        self._limited = [m for m in model.modules() if hasattr(m, "time_step_limit")]
 
     def step(self, spans: Sequence[ChunkSpan], last: Sequence[int]) -> Logits:
         """Return the logits after the tokens at the places `last`, which are each span's last."""
@@ -148,11 +154,27 @@ class LibraryForward:
                 piece.make_views(self._order)
                 tokens = torch.tensor([piece.tokens])
                 cache = self.caches.begin(piece)
-                outputs.append(run(self._model, tokens, cache, sequence.length))
+                with self._as_single_tokens(span):
+                    outputs.append(run(self._model, tokens, cache, sequence.length))
         finally:
             sequence.length = start
             self.caches.release(sequence)
         return torch.cat(outputs)
+
+    @contextmanager
+    def _as_single_tokens(self, span: ChunkSpan) -> Iterator[None]:
+        """Compute draft tokens as the library computes single ones: without limits of time steps.
+
+        Nemotron-H and Zamba 2 limit them in passes of several tokens only.
+        """
+        limits = [module.time_step_limit for module in self._limited]
+        for module in self._limited if span.chunk.draft else ():
+            module.time_step_limit = (0.0, math.inf)
+        try:
+            yield
+        finally:
+            for module, limit in zip(self._limited, limits, strict=True):
+                module.time_step_limit = limit
 
 
 Forward: TypeAlias = PackedForward | LibraryForward
@@ -358,7 +380,28 @@ def _alone(probe: _Probe) -> LibraryForward:
                 "a prompt in parts gives other results than the whole prompt, so it is not causal, "
                 "or keeps state outside its cache"
             )
+    forward.can_draft = not forward.is_stepwise and _is_draft_right(probe, forward)
     return forward
+
+
+def _is_draft_right(probe: _Probe, forward: LibraryForward) -> bool:
+    """Compare more closely than `agrees`: some recurrent layers compute one token in another way.
+
+    A difference beyond rounding would change replies.
+    """
+    first, end = _CUTS[0], len(_PROBE)
+    found: list[torch.Tensor] = []
+    for size in (1, end - first):
+        sequence, rows = probe.sequence(), list[Logits]()
+        forward.step([_span(sequence, first)], [first - 1])
+        for start in range(first, end, size):
+            sequence.length = start
+            span = draft_span(sequence, _PROBE[start : start + size])
+            rows.append(forward.step([span], range(size)))
+        found.append(torch.from_numpy(np.concatenate(rows)).log_softmax(dim=-1))
+    single, together = found
+    limit = _MAX_ROUNDING if probe.dtype == torch.float32 else _MAX_DIFFERENCE_16_BITS
+    return bool((together - single).norm() <= limit * (single - single.mean()).norm())
 
 
 def _is_alone_right(probe: _Probe, forward: LibraryForward) -> bool:
@@ -382,6 +425,12 @@ def _span(sequence: TorchSequence, end: int, offset: int = 0) -> ChunkSpan:
     tokens = _PROBE[sequence.length : end]
     chunk = Chunk(SequenceId(0), sequence.length, tokens)
     return ChunkSpan(chunk, sequence, tokens, offset)
+
+
+def draft_span(sequence: TorchSequence, tokens: tuple[int, ...]) -> ChunkSpan:
+    """Return a span of a token and draft tokens after it."""
+    chunk = Chunk(SequenceId(0), sequence.length, tokens[:1], draft=tokens[1:])
+    return ChunkSpan(chunk, sequence, tokens, 0)
 
 
 def bypass_hooks(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from semantic.adapters.outbound import host_memory
+from semantic.adapters.outbound.backends.drafting import Checkpoint
 from semantic.adapters.outbound.backends.mtp.state import HeadState
 from semantic.domain.spec import LayerKind, LayerSpec
 from semantic.ports.backend import Chunk
@@ -118,7 +119,7 @@ class TorchSequence:
         cache: The library's cache object, which holds recurrent states; None if there are none yet,
             or if the model does not need it.
         has_state: Whether recurrent layers hold the state at `length`.
-        ahead: What the model's head for draft tokens keeps.
+        ahead: See `DraftedSequence`, like `checkpoint`.
     """
 
     known: list[int]
@@ -129,6 +130,7 @@ class TorchSequence:
     cache: Any = None
     has_state: bool = True
     ahead: HeadState = field(default_factory=lambda: HeadState(TORCH_ARRAYS))
+    checkpoint: Checkpoint | None = None
 
     @property
     def capacity(self) -> int:
