@@ -2,13 +2,17 @@
 
 import gzip
 import json
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from semantic.application.engine.model import LoadedModel
+from semantic.entrypoints.loading import ModelLoader
 from tests.http_server import make_settings, run_server
 
 pytestmark = pytest.mark.integration
@@ -275,9 +279,46 @@ def test_unknown_paths_and_methods_answer_in_shape(http: httpx.Client) -> None:
     assert missing.headers["x-request-id"].startswith("req_")
 
 
-def test_requests_while_loading_and_after_a_failed_load_are_refused_with_the_reason(
-    tmp_path: Path,
+def test_requests_wait_while_the_first_model_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    may_load = threading.Event()
+    load = ModelLoader._load_fake
+
+    def load_late(*given: Any) -> LoadedModel:
+        assert may_load.wait(60)
+        return load(*given)
+
+    monkeypatch.setattr(ModelLoader, "_load_fake", load_late)
+    asked = {
+        "/v1/chat/completions": CHAT,
+        "/v1/messages": CHAT,
+        "/v1/messages/count_tokens": CHAT,
+        "/v1/responses": {"model": "fake", "input": "hi", "max_output_tokens": 16},
+        "/api/chat": {**CHAT, "stream": False},
+        "/api/generate": {"model": "fake"},
+    }
+    settings = make_settings(tmp_path)
+    with (
+        run_server(settings, is_ready=False) as running,
+        running.client() as http,
+        ThreadPoolExecutor(len(asked)) as pool,
+    ):
+        assert http.get("/health/ready").status_code == 503
+        unknown = http.post("/v1/chat/completions", json={**CHAT, "model": "unknown"})
+        answers = [pool.submit(http.post, path, json=body) for path, body in asked.items()]
+        streamed = {**CHAT, "stream": True}
+        with http.stream("POST", "/v1/chat/completions", json=streamed) as stream:
+            lines = stream.iter_lines()
+            assert "the model is loading" in next(lines)
+            assert not any(answer.done() for answer in answers)
+            may_load.set()
+            assert "[DONE]" in list(lines)[-2]
+        assert [answer.result().status_code for answer in answers] == [200] * len(asked)
+    assert unknown.status_code == 404
+
+
+def test_requests_after_a_failed_load_are_refused_with_the_reason(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, backend="torch", model="no/such/model")
     with run_server(settings) as running, running.client() as http:
         assert http.get("/health/live").status_code == 503

@@ -353,6 +353,17 @@ def test_texts_are_embedded(http: httpx.Client) -> None:
     assert http.post("/api/embed", json=too_long).json()["prompt_eval_count"] == 131_072
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", None])
+def test_bodies_are_json_whatever_their_type(http: httpx.Client, kind: str | None) -> None:
+    """`curl -d` sends a form's type, and Ollama's documentation sets no other."""
+    body = json.dumps({"model": "fake", "messages": HI, "stream": False, "options": SHORT})
+    headers = {"content-type": kind} if kind else {}
+    assert http.post("/api/chat", content=body, headers=headers).json()["done"]
+    foreign = {**headers, "origin": "https://evil.example"}
+    assert http.post("/api/chat", content=body, headers=foreign).status_code == 403
+    assert error_of(http.post("/api/chat", content="{", headers=headers))[0] == 400
+
+
 # -- context, loading, keys, origins --------------------------------------------------------------
 
 

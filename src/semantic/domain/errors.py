@@ -14,7 +14,7 @@
         StateQuotaError            429  the conversation takes more bytes than its agent may keep
       PoolExhaustedError           429  } retry after `retry_after_s`
       OverloadedError              529  } (503 to OpenAI clients)
-      ModelSwapError               503  the model is loading, or could not be loaded
+      ModelSwapError               503  the model could not be loaded, or the request cannot wait
       DrainingError                503  the server is shutting down
       GenerationTimeoutError       504
       CachePersistenceError        503  a change is not on disk; replies still go out, not durable

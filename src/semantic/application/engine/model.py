@@ -268,7 +268,7 @@ class ModelLifecycle:
     def public_state(self) -> ModelState:
         """The state that clients see: SWAPPING from the end of the old model to the end of a swap.
 
-        Not LOADING, which says that the first model loads and that requests are refused.
+        Not LOADING, which says that the first model loads.
         """
         with self.lock:
             is_served = self.swap is None or self.state is ModelState.READY
@@ -308,7 +308,7 @@ class ModelLifecycle:
     def progress(self) -> str:
         with self.lock:
             if (swap := self.swap) is None:
-                return self.detail
+                return f"the model is loading: {self.detail}"
             entry = swap.target or self.served
             step = swap.step if swap.exchange is None else self.detail
             return f"model {entry.id}: {step}" if entry else step

@@ -206,18 +206,18 @@ class ModelRegistry:
 
         Raises:
             ModelNotFoundError: the model does not exist, or requests may not load it.
-            ModelSwapError: no model is served: the first one is loading, or the device failed.
+            ModelSwapError: the model could not be loaded, or the device hangs.
             DrainingError: the server is shutting down.
         """
         lifecycle = self._lifecycle
         with lifecycle.lock:
             swap, state = lifecycle.swap, lifecycle.state
-            if swap is None and state not in (ModelState.READY, ModelState.UNLOADED):
+            if swap is None and state in (ModelState.FAILED, ModelState.HUNG, ModelState.STOPPED):
                 return lifecycle.ready_model()  # raises the reason
             wanted = self._wanted(name)
             if state is ModelState.READY and wanted.id == self._current.id:
                 return lifecycle.ready_model()
-            if swap is not None:
+            if swap is not None or state in (ModelState.LOADING, ModelState.SWAPPING):
                 return lifecycle.progress
             if state is ModelState.READY:
                 served_s = time.monotonic() - lifecycle.served_since

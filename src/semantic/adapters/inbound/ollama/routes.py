@@ -4,12 +4,14 @@ import asyncio
 import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import NotRequired
+from typing import Any, NotRequired
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+from starlette.datastructures import MutableHeaders
 from typing_extensions import TypedDict
 
 from semantic.adapters.inbound.http.errors import OllamaErrorBody, error_response, refusals
@@ -73,6 +75,23 @@ from semantic.ports.models import FetchProgress
 # The version of Ollama whose API this is. Clients require a minimum, and parse it as numbers.
 _API_LEVEL = "0.32.7"
 _NOT_MANAGED = ("create", "copy", "push", "blobs/{digest}")
+_POLL_S = 0.05
+
+
+class _JsonRoute(APIRoute):
+    """Reads every body as JSON, as Ollama does: its documentation sends `curl -d` without a type.
+
+    `OriginCheck` refuses web pages of other origins, which may send such requests too.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            MutableHeaders(scope=request.scope)["content-type"] = "application/json"
+            return await handle(request)
+
+        return handle_json
 
 
 class ApiVersion(TypedDict):
@@ -126,7 +145,9 @@ class OllamaApi:
 
     def router(self) -> APIRouter:
         errors = refusals("4XX", 503, 504, body=OllamaErrorBody)
-        router = APIRouter(prefix="/api", tags=["ollama"], responses=errors)
+        router = APIRouter(
+            prefix="/api", tags=["ollama"], responses=errors, route_class=_JsonRoute
+        )
         add = functools.partial(router.add_api_route, response_model=None)
         add("/version", self.version, responses={200: {"model": ApiVersion}})
         add("/tags", self.tags, responses={200: {"model": ModelTags}})
@@ -277,6 +298,9 @@ class OllamaApi:
                 if unloading is not None:  # otherwise it follows when no request runs
                     await asyncio.shield(asyncio.wrap_future(unloading))
             return JSONResponse(writer.empty("unload"))
+        while status.state is ModelState.LOADING:  # the first model; it cannot be swapped yet
+            await asyncio.sleep(_POLL_S)
+            status = await asyncio.to_thread(self._models.find, body.model)
         if status.state is not ModelState.READY:
             may_swap = self._registry.policy.swap_on_request
             load = self._registry.swap if may_swap else self._registry.load
