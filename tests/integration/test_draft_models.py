@@ -7,8 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from experiments.exp_swap import other_model
+from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound.models.catalogue import ModelCatalogue
 from semantic.adapters.outbound.models.source import LocalModelSource
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
@@ -118,18 +120,39 @@ def test_auto_takes_a_model_that_fits_and_pays(home: Path) -> None:
     assert chosen("foreign") is None
 
 
-def test_auto_takes_the_own_head_of_a_model(tiny_starter_dir: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "models" / "headed"
+def write_headed(tiny_starter_dir: Path, home: Path) -> Path:
+    """Write a model with a head for draft tokens."""
+    directory = home / "models" / "headed"
     shutil.copytree(tiny_starter_dir, directory)
     for path in directory.glob("*.safetensors*"):
         path.unlink()
     vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
     write_head_model(directory, "glm4-moe", share=0.0, vocab_size=vocab_size)
+    return directory
+
+
+def headed_settings(home: Path) -> Settings:
+    given = {"backend": "torch", "dtype": "float32", "threads": 1, "model": "headed"}
+    return make_settings(home, **given, draft_model="auto")
+
+
+def test_a_model_whose_files_lack_the_head_says_so(tiny_starter_dir: Path, tmp_path: Path) -> None:
+    file = write_headed(tiny_starter_dir, tmp_path) / "model.safetensors"
+    kept = {name: weight for name, weight in load_file(file).items() if "layers.2." not in name}
+    save_file(kept, file, {"format": "pt"})
+    with run_server(headed_settings(tmp_path)) as running, running.client() as http:
+        assert draft_model(http) == ""
+        served, *others = http.get("/v1/models").json()["data"]
+        assert "no MTP head" in served["draft_note"]
+        assert not any(model["draft_note"] for model in others)
+
+
+def test_auto_takes_the_own_head_of_a_model(tiny_starter_dir: Path, tmp_path: Path) -> None:
+    write_headed(tiny_starter_dir, tmp_path)
     made = loader(tmp_path, model="headed")
     assert made.load(made.first, lambda _: None).drafts_by == ""
-    given = {"backend": "torch", "dtype": "float32", "threads": 1, "model": "headed"}
-    settings = make_settings(tmp_path, **given, draft_model="auto")
-    with run_server(settings) as running, running.client() as http:
+    with run_server(headed_settings(tmp_path)) as running, running.client() as http:
+        assert not http.get("/v1/models").json()["data"][0]["draft_note"]
         assert draft_model(http) == "mtp"
         _, details = ask(http, temperature=1, seed=3, ignore_eos=True)
         assert details["accepted_by_source"]["mtp"] > 0

@@ -247,9 +247,8 @@ class ModelLoader:
         settings = self._settings
         models_dir = settings.home_dir / "models"
         directory = LocalModelSource(models_dir, STARTER_MODEL).resolve(entry.source, on_progress)
-        drafting = None
-        if not self._has_own_head(directory):
-            drafting = self._draft_entry(entry, on_progress)
+        has_head, draft_note = self._find_head(directory)
+        drafting = None if has_head else self._draft_entry(entry, on_progress)
         on_progress(f"importing {self._backend_name}")
         make = self._importer()(settings)
         if not gc.get_freeze_count():
@@ -282,6 +281,7 @@ class ModelLoader:
             kv_format=self._kv_format,
             defaults=read_generation_config(directory),
             draft=draft,
+            draft_note=draft_note,
             vision=load_vision(directory, tokenizer) if has_tower else None,
         )
 
@@ -305,15 +305,23 @@ class ModelLoader:
 
     # -- draft models ---------------------------------------------------------------------------
 
-    def _has_own_head(self, directory: Path) -> bool:
-        """Whether a model drafts with its own MTP head, which `auto` prefers to a second model."""
+    def _find_head(self, directory: Path) -> tuple[bool, str]:
+        """Whether a model has an own MTP head, which `auto` prefers to a second model; or why not.
+
+        The reason is empty if models of this type have none, or if it was not asked for.
+        """
         settings, library = self._settings, self._backend_name
         if settings.draft_model != "auto" or library == "fake" or settings.shards > 1:
-            return False
-        from semantic.adapters.outbound.backends.mtp.names import find_head
+            return False, ""
+        from semantic.adapters.outbound.backends.mtp.names import find_head, why_no_head
         from semantic.adapters.outbound.models.source import read_config
 
-        return find_head(directory, read_config(directory), library) is not None
+        config = read_config(directory)
+        if find_head(directory, config, library) is not None:
+            return True, ""
+        if note := why_no_head(config):
+            _log.info("model drafts without a head", model=directory.name, reason=note)
+        return False, note
 
     def _draft_entry(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry | None:
         """Return the draft model that the settings want for a model; fetches it if needed.

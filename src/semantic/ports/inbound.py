@@ -253,6 +253,7 @@ class ModelStatus:
         num_bytes: Size of its weights on disk; 0 if unknown.
         fits: Whether its weights fit this machine's memory; None if unknown.
         draft_model: The model that drafts tokens for it; mtp for its own head; empty if none does.
+        draft_note: Why it does not draft with its own head; empty if it does, or was not to.
         images: What it gets of images; None until it is loaded.
     """
 
@@ -268,6 +269,7 @@ class ModelStatus:
     fits: bool | None = None
     usable_context: int = 0
     draft_model: str = ""
+    draft_note: str = ""
     images: ImageSupport | None = None
 
 

@@ -42,6 +42,7 @@ class LoadedModel:
         fingerprint: Identifies the model; if empty, `id` does.
         grammar: Constrains replies to a schema or grammar; None disables this.
         draft: Loaded and unloaded with the model; None if there is none.
+        draft_note: Why the model does not draft with a head of its own; empty if it need not.
         vision: Prepares images; None if the model does not accept images.
     """
 
@@ -55,6 +56,7 @@ class LoadedModel:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     vision: VisionPort | None = None
     draft: DraftModel | None = None
+    draft_note: str = ""
 
     @property
     def drafts_by(self) -> str:

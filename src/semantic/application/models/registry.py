@@ -146,6 +146,7 @@ class ModelRegistry:
             fits=entry.fits,
             usable_context=min(max_context, self._lifecycle.longest_sequence) if model else 0,
             draft_model=model.drafts_by if model else "",
+            draft_note=model.draft_note if model else "",
             images=ImageSupport.of(model.vision, has_ocr=self.has_ocr) if model else None,
         )
 

@@ -174,6 +174,7 @@ class OpenAIModel(TypedDict):
     size_bytes: int
     fits: bool | None
     draft_model: str
+    draft_note: str
     images: Literal["vision", "ocr", "none"] | None
 
 
@@ -329,5 +330,6 @@ def _model(status: ModelStatus) -> OpenAIModel:
         "size_bytes": status.num_bytes,
         "fits": status.fits,
         "draft_model": status.draft_model,
+        "draft_note": status.draft_note,
         "images": status.images.value if status.images else None,
     }

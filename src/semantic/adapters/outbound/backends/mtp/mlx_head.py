@@ -7,6 +7,7 @@ without the host: a draft waits for the device once.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count, takewhile
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +28,7 @@ from semantic.adapters.outbound.backends.mtp.names import HeadNames
 from semantic.ports.backend import SequenceId
 
 _FIRST = "model.layers.0."
+_NORMS = ("embedding_norm", "hidden_norm", "norm")
 # Arguments of a model whose only layer is like the head's: with experts, and with full attention.
 _ONE_LAYER: Mapping[str, Any] = {
     "num_hidden_layers": 1,
@@ -62,39 +64,66 @@ class HeadWeights:
             ValueError: weights are missing.
         """
         names, taken = self._names, self._taken
-        first, second, pair, last = (taken.pop(name) for name in names.others)
+        offset = 0.0 if names.is_converted else names.norm_offset
+        first, second, pair, last = names.others
+        weights = {
+            f"{owner}.weight": taken.pop(name) + offset
+            for owner, name in zip(_NORMS, (first, second, last), strict=True)
+        }
+        stem = pair.removesuffix("weight")
+        weights |= {
+            f"projection.{name.removeprefix(stem)}": taken.pop(name)
+            for name in [name for name in taken if name.startswith(stem)]
+        }
         named = {_FIRST + name.removeprefix(names.layer): w for name, w in taken.items()}
         taken.clear()
         text = _text_model(model)
         changed = {name: value for name, value in _ONE_LAYER.items() if hasattr(text.args, name)}
         single = type(text)(replace(text.args, **changed))
-        layer = single.model.layers[0]
         sane = single.sanitize({**named})
         for name, weight in named.items():
             # mlx-lm adds the offset only to models with layers that this one does not have.
             if name.endswith("norm.weight") and sane.get(name) is weight:
-                sane[name] = weight + names.norm_offset
-        inner = {name.removeprefix(_FIRST): weight for name, weight in sane.items()}
+                sane[name] = weight + offset
+        inner = _stacked({name.removeprefix(_FIRST): weight for name, weight in sane.items()})
+        layer = single.model.layers[0]
         # Files repeat the embedding and the output layer there.
-        own = [(name, weight) for name, weight in inner.items() if name.split(".")[0] in layer]
-        layer.load_weights(own)
-        norms = [weight + names.norm_offset for weight in (first, second, last)]
-        return HeadModules(layer, norms, pair, body_of(model).norm.eps)
+        own = {name: weight for name, weight in inner.items() if name.split(".")[0] in layer}
+        weights |= {f"layer.{name}": weight for name, weight in own.items()}
+        return HeadModules(layer, weights, body_of(model).norm.eps)
+
+
+def _stacked(weights: dict[str, Array]) -> dict[str, Array]:
+    """Give experts mlx-lm's names and layout; some files have them fused, others one by one."""
+    if (fused := weights.pop("mlp.experts.gate_up_proj", None)) is not None:
+        gate, up = mx.split(fused, 2, axis=-2)
+        parts = {"gate": gate, "up": up, "down": weights.pop("mlp.experts.down_proj")}
+        weights |= {f"mlp.switch_mlp.{name}_proj.weight": part for name, part in parts.items()}
+    for part in ("gate", "up", "down"):
+        each = (f"mlp.experts.{number}.{part}_proj.weight" for number in count())
+        found = [weights.pop(name) for name in takewhile(weights.__contains__, each)]
+        if found:
+            weights[f"mlp.switch_mlp.{part}_proj.weight"] = mx.stack(found)
+    return weights
 
 
 class HeadModules(nn.Module):  # type: ignore[misc]
     """The modules of a head; part of its model, and converted with it."""
 
-    def __init__(self, layer: Any, norms: Sequence[Array], pair: Array, eps: float) -> None:
+    def __init__(self, layer: Any, weights: Mapping[str, Array], eps: float) -> None:
+        """Load the weights; modules whose weights are quantised become so."""
         super().__init__()
-        size, both = pair.shape
+        size = weights["norm.weight"].shape[0]
         self.layer = layer
-        self.embedding_norm, self.hidden_norm, self.norm = (nn.RMSNorm(size, eps) for _ in norms)
-        modules = (self.embedding_norm, self.hidden_norm, self.norm)
-        for module, weight in zip(modules, norms, strict=True):
-            module.weight = weight
-        self.projection = nn.Linear(both, size, bias=False)
-        self.projection.weight = pair
+        self.embedding_norm, self.hidden_norm, self.norm = (nn.RMSNorm(size, eps) for _ in _NORMS)
+        self.projection = nn.Linear(2 * size, size, bias=False)
+        infer = import_library("mlx_lm.utils").infer_quant_config
+
+        def quantised(path: str, module: Any) -> Any:
+            return f"{path}.scales" in weights and infer(path, module, weights)
+
+        nn.quantize(self, class_predicate=quantised)
+        self.load_weights([*weights.items()])
 
 
 class MlxHead(DraftingHead):

@@ -1,18 +1,12 @@
-"""The head of a model for draft tokens (multi-token prediction, MTP), as PyTorch modules.
-
-transformers drops the weights of heads. Here the head's layer is read as one more layer of the
-model, in all formats that transformers reads, and then taken out of it.
-"""
+"""The head of a model for draft tokens (multi-token prediction, MTP), as PyTorch modules."""
 
 import copy
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
 from torch import nn
 
 from semantic.adapters.outbound.backends.mtp.head import (
@@ -21,36 +15,31 @@ from semantic.adapters.outbound.backends.mtp.head import (
     HeadRow,
     HeadSequence,
 )
-from semantic.adapters.outbound.backends.mtp.names import HeadNames
 from semantic.adapters.outbound.backends.sampler import sample
 from semantic.adapters.outbound.backends.torch.kv.sequences import TORCH_ARRAYS
 from semantic.ports.backend import Chunk, SequenceId
 
 
 class TorchHead(nn.Module, DraftingHead):
-    """The modules of a head."""
+    """The modules of a head.
+
+    Args:
+        model: The model that it drafts for.
+        layer: A decoder layer of the library, which attends.
+        norms: Weights of the norms of embeddings, of hidden states, and of outputs.
+        projection: Of an embedding and a hidden state to one vector.
+    """
 
     arrays = TORCH_ARRAYS
 
-    def __init__(self, model: Any, directory: Path, names: HeadNames) -> None:
-        """Take the last layer of a model, which was read as one more, out of it."""
+    def __init__(
+        self, model: Any, layer: Any, norms: Sequence[torch.Tensor], projection: nn.Module
+    ) -> None:
         super().__init__()
-        base = model.base_model
-        self.layer = base.layers[-1]
-        base.layers = base.layers[:-1]
-        # Its attention is that of the library, whatever the model's own layers use.
-        config = copy.deepcopy(model.config)
-        config._attn_implementation = "sdpa"
-        self.layer.self_attn.config = config
-        model.config.num_hidden_layers -= 1
-        first, second, pair, last = _read(directory, names.others)
+        self.layer, self.projection = layer, projection
         self.embedding_norm, self.hidden_norm, self.norm = (
-            _norm(base.norm, weight) for weight in (first, second, last)
+            _norm(model.base_model.norm, weight) for weight in norms
         )
-        dtype = base.norm.weight.dtype
-        size, both = pair.shape
-        self.projection = nn.Linear(both, size, bias=False, device="meta")
-        self.projection.weight = nn.Parameter(pair.to(dtype), requires_grad=False)
         self._shared = (model,)  # in a tuple, so that the model is no part of this module
         self.eval()
 
@@ -101,14 +90,6 @@ class _Cache:
 
     def get_seq_length(self, *_args: Any) -> int:
         return self._batch.num_done
-
-
-def _read(directory: Path, wanted: Sequence[str]) -> list[torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in {*wanted} & {*file.keys()}}
-    return [found[name] for name in wanted]
 
 
 def _norm(like: Any, weight: torch.Tensor) -> Any:

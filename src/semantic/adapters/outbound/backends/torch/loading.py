@@ -45,6 +45,7 @@ from semantic.adapters.outbound.backends.torch.reading import (
     is_grouped,
     load_grouped,
     read_full,
+    read_head,
     read_tensors,
 )
 from semantic.adapters.outbound.backends.torch.shares import Share, load_share
@@ -296,6 +297,8 @@ def load_model(directory: Path, spec: ModelCacheSpec, plan: TorchPlan) -> TorchM
     else:
         loaded = _with_forward(model, spec, plan)
     if head is not None:
+        if plan.library is not None:
+            cpu.pack_grouped(head, plan.library)
         loaded.forward.keeps_hidden = True
         loaded = replace(loaded, head=head)
     if isinstance(loaded.forward, PackedForward):
@@ -393,10 +396,14 @@ def _read_by_library(
     try:
         if plan.share is not None:
             return load_share(directory, plan.dtype, plan.share), None
+        names, dtype = find_head(directory, _config(directory), "torch"), plan.dtype
         if _is_grouped(directory):
-            return load_grouped(directory, plan.dtype, is_kept=plan.is_kept), None
-        names = find_head(directory, _config(directory), "torch") if plan.has_head else None
-        return read_full(directory, plan.dtype, names)
+            model = load_grouped(directory, dtype, is_kept=plan.is_kept, names=names)
+        else:
+            model = read_full(directory, dtype)
+        if names is None or not plan.has_head:
+            return model, None
+        return model, read_head(model, directory, names, dtype, is_kept=plan.is_kept)
     except (OSError, *LIBRARY_ERRORS) as error:
         raise _load_failure(spec, error) from error
 

@@ -4,8 +4,10 @@ Grouped weights stay grouped, or are expanded if the model runs in full numbers.
 embeddings of the transformers model are replaced by grouped ones.
 """
 
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from semantic.adapters.outbound.backends.torch.experts import (
 from semantic.adapters.outbound.backends.torch.grouped import (
     BITS,
     GROUP,
+    FixedLinear,
     GroupedEmbedding,
     GroupedLinear,
     GroupedWeight,
@@ -56,6 +59,20 @@ _NAMES = {
         for i, name in ((1, "gate"), (2, "down"), (3, "up"))
     ),
 }
+# A model with one layer like that of a head: with experts, if the model has them, and attention.
+_FIRST, _NUM_IDS = "model.layers.0.", 8
+_SHARED_MATRICES = ("model.embed_tokens", "lm_head")
+_ONE_LAYER: Mapping[str, Any] = {
+    "num_hidden_layers": 1,
+    "layer_types": ["full_attention"],
+    "mlp_layer_types": ["sparse"],
+    "first_k_dense_replace": 0,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "vocab_size": _NUM_IDS,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
 _SHIFTED_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SHIFTED = ("input_layernorm", "post_attention_layernorm", "model.norm", "q_norm", "k_norm")
 
@@ -65,14 +82,21 @@ def is_grouped(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get("quantization"), Mapping)
 
 
-def load_grouped(directory: Path, dtype: torch.dtype, *, is_kept: bool) -> Any:
+def load_grouped(
+    directory: Path, dtype: torch.dtype, *, is_kept: bool, names: HeadNames | None = None
+) -> Any:
     """Load a model with grouped weights; keep them grouped or expand them.
+
+    Args:
+        names: Of the weights of its head for draft tokens, which are left out.
 
     Raises:
         InvalidRequestError: they do not have 4, 5, 6 or 8 bits, or do not match the model.
     """
-    model = empty_model(directory, dtype)
-    fill_model(model, dict(read_tensors(directory)), dtype, is_kept=is_kept)
+    model, tensors = empty_model(directory, dtype), dict(read_tensors(directory))
+    if names is not None:
+        tensors = {n: w for n, w in tensors.items() if not n.startswith(names.prefix)}
+    fill_model(model, tensors, dtype, is_kept=is_kept)
     return model
 
 
@@ -154,13 +178,20 @@ def _expand_rest(model: nn.Module, tensors: _Tensors) -> None:
 def empty_model(directory: Path, dtype: torch.dtype) -> Any:
     """Create the transformers model with uninitialised weights, which take no memory yet."""
     from transformers import AutoConfig
-    from transformers.initialization import no_init_weights
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # written by mlx-lm; transformers does not support it
-    with no_init_weights():
+    with _uninitialised():
         return auto_class(config).from_config(config, dtype=dtype)
+
+
+def _uninitialised() -> AbstractContextManager[None]:
+    """Return a context in which transformers does not initialise weights."""
+    from transformers.initialization import no_init_weights
+
+    context: AbstractContextManager[None] = no_init_weights()
+    return context
 
 
 def take_weights(tensors: _Tensors, name: str, num_columns: int) -> list[GroupedWeight]:
@@ -274,13 +305,8 @@ def load_rest(
         )
 
 
-def read_full(
-    directory: Path, dtype: torch.dtype, names: HeadNames | None
-) -> tuple[Any, TorchHead | None]:
-    """Load a model whose weights are not grouped, and its head for draft tokens.
-
-    Args:
-        names: Of the head's weights; None loads no head.
+def read_full(directory: Path, dtype: torch.dtype) -> Any:
+    """Load a model whose weights are not grouped.
 
     Raises:
         InvalidRequestError: weights are missing.
@@ -288,25 +314,79 @@ def read_full(
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    if names is not None:
-        config.num_hidden_layers += 1  # the head's layer
     model, report = auto_class(config).from_pretrained(
-        directory,
-        config=config,
-        dtype=dtype,
-        local_files_only=True,
-        output_loading_info=True,
+        directory, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
     )
+    _check_report(report)
+    for name in _OTHER_PARTS:
+        if getattr(model.base_model, name, None) is not None:
+            setattr(model.base_model, name, None)
+    return model
+
+
+def _check_report(report: Mapping[str, Any]) -> None:
     if missing := sorted(report["missing_keys"]):  # the library makes them up
         raise InvalidRequestError(
             f"the model's files have no weights for {missing[0]}; download the model again, or use "
             "another one",
             param="model",
         )
-    for name in _OTHER_PARTS:
-        if getattr(model.base_model, name, None) is not None:
-            setattr(model.base_model, name, None)
-    return model, None if names is None else TorchHead(model, directory, names)
+
+
+def read_head(
+    model: Any, directory: Path, names: HeadNames, dtype: torch.dtype, *, is_kept: bool
+) -> TorchHead:
+    """Read a model's head for draft tokens.
+
+    transformers drops its weights. Here they become the layer of a model of the same class with one
+    layer, in all formats that the library and `fill_model` read.
+
+    Raises:
+        InvalidRequestError: as `load_grouped` and `read_full`.
+    """
+    tensors = {n: w for n, w in read_tensors(directory) if n.startswith(names.prefix)}
+    first, second, pair, last = names.others
+    if names.is_converted:
+        shifted = [n for n in tensors if n in (first, second) or n.endswith("norm.weight")]
+        tensors |= {name: tensors[name].float() - names.norm_offset for name in shifted}
+    norms = [tensors.pop(name) for name in (first, second, last)]
+    size = model.config.hidden_size
+    projection = _projection(tensors, pair, 2 * size, dtype, is_kept=is_kept)
+    config = copy.deepcopy(model.config)
+    for name, value in _ONE_LAYER.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    given = {
+        _FIRST + name.removeprefix(names.layer): weight
+        for name, weight in tensors.items()
+        if name.startswith(names.layer) and not name.startswith(names.repeated)
+    }
+    # The head has no embedding, last norm and output layer of its own.
+    given |= {f"{name}.weight": torch.zeros(_NUM_IDS, size) for name in _SHARED_MATRICES}
+    given["model.norm.weight"] = torch.zeros(size)
+    options = {"dtype": dtype, "attn_implementation": "sdpa"}
+    if any(name.endswith(".scales") or ".switch_mlp." in name for name in given):
+        with _uninitialised():
+            single = type(model)._from_config(config, **options)
+        fill_model(single, given, dtype, is_kept=is_kept)
+    else:
+        single, report = type(model).from_pretrained(
+            None, config=config, state_dict=given, output_loading_info=True, **options
+        )
+        _check_report(report)
+    return TorchHead(model, single.base_model.layers[0], norms, projection)
+
+
+def _projection(
+    tensors: _Tensors, name: str, num_columns: int, dtype: torch.dtype, *, is_kept: bool
+) -> nn.Module:
+    stem = name.removesuffix(".weight")
+    if f"{stem}.scales" not in tensors:
+        return FixedLinear(tensors.pop(name).to(dtype), None)
+    [weight] = take_weights(tensors, stem, num_columns)
+    return (
+        GroupedLinear(weight, None) if is_kept else FixedLinear(weight.expanded().to(dtype), None)
+    )
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,6 +1,7 @@
 """Finds the GGUF tensors of a model's layers, and writes them in Hugging Face's layout."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,17 @@ from semantic.adapters.outbound.models.gguf.weights import Stored, tensor_spec
 Progress = Callable[[int, int], None]
 
 _UNSHIFTED = "ssm_norm.weight"
+# The head for draft tokens (MTP) is the block after the last one, with these in addition. Its names
+# in Hugging Face's layout: of its layer, and of these.
+_NEXTN = tuple(f"nextn.{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head_norm"))
+_APPENDED = tuple(f"{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+_SEPARATE = tuple(
+    f"mtp.{name}.weight" for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+)
+_HEADS = {
+    **dict.fromkeys(("deepseek_v3", "glm4_moe"), ("model.layers.{count}.", _APPENDED)),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), ("mtp.layers.0.", _SEPARATE)),
+}
 _HALVES = {"attn_q": restore.halves_of_queries, "attn_k": restore.halves_of_keys}
 
 
@@ -25,7 +37,7 @@ def find_parts(file: GgufFile, architecture: Architecture) -> list[LayerPart]:
     """All parts of a model with their full names; rejects missing and unknown tensors."""
     # Bounds the loop if the layer count is damaged; missing tensors are still detected.
     count = min(num_layers(file), len(file.tensors))
-    names = gguf.get_tensor_name_map(architecture.gguf_arch, count)
+    names = gguf.get_tensor_name_map(architecture.gguf_arch, count + 1)
 
     def rooted(name: str) -> str:
         return architecture.root + name.removeprefix("model") if name.startswith("model.") else name
@@ -55,10 +67,14 @@ def find_parts(file: GgufFile, architecture: Architecture) -> list[LayerPart]:
         fewest = min(missing, key=len)
         raise file.refusal(f"tensor {min(fewest)} is missing")
 
+    def layer(number: int) -> list[LayerPart]:
+        starts = f"model.layers.{number}.", f"blk.{number}."
+        return [part for choice in architecture.layer for part in chosen(choice, *starts)]
+
     parts = [part for choice in architecture.model or the.MODEL for part in chosen(choice, "", "")]
-    for i in range(count):
-        for choice in architecture.layer:
-            parts += chosen(choice, f"model.layers.{i}.", f"blk.{i}.")
+    parts += [part for i in range(count) for part in layer(i)]
+    if _has_head(file, architecture, count):
+        parts += _head_parts(layer(count), architecture, count)
     used = {source for part in parts for source in part.gguf} | ROPE_TENSORS
     unknown = {name for name in file.tensors if not _is_extra(name, count)} - used
     if unknown:
@@ -66,8 +82,28 @@ def find_parts(file: GgufFile, architecture: Architecture) -> list[LayerPart]:
     return parts
 
 
+def _has_head(file: GgufFile, architecture: Architecture, count: int) -> bool:
+    """Whether the file has a head for draft tokens that the backends can use."""
+    needed = {f"blk.{count}.{name}" for name in _NEXTN}
+    return architecture.model_type in _HEADS and needed <= file.tensors.keys()
+
+
+def _head_parts(own: list[LayerPart], architecture: Architecture, count: int) -> list[LayerPart]:
+    """Return the parts of a head; `own`: those of its layer, named as one more of the model."""
+    start, others = _HEADS[architecture.model_type]
+    start, named = start.format(count=count), f"{architecture.root}.layers.{count}."
+    parts = [
+        replace(part, hf=tuple(start + name.removeprefix(named) for name in part.hf))
+        for part in own
+    ]
+    for name, nextn in zip(others, _NEXTN, strict=True):
+        source, hf = f"blk.{count}.{nextn}", name if "mtp." in name else start + name
+        parts.append(LayerPart((hf,), (source,), _restore(architecture, source, restore.unchanged)))
+    return parts
+
+
 def _is_extra(name: str, count: int) -> bool:
-    """Whether a tensor belongs to a layer that predicts further tokens, which is left out."""
+    """Whether a tensor belongs to a layer that predicts further tokens."""
     block, _, rest = name.removeprefix("blk.").partition(".")
     return name.startswith("blk.") and bool(rest) and block.isdecimal() and int(block) >= count
 
