@@ -68,12 +68,15 @@ serve: $(VENV)/.serve ## serve the starter model on 127.0.0.1:8000 (more: make s
 
 # These tests start servers, run a real model, draw random cases or read the source; other tests cover
 # the same code. COVERAGE=1 does not trace them, because tracing takes as long as the tests themselves.
-UNTRACED = tests/smoke tests/e2e tests/attack tests/page tests/cluster tests/clients \
-	$(patsubst %,tests/contract/test_%.py,backend_contract memory_contract image_contract peer_failures shards) \
+UNTRACED = tests/smoke tests/e2e tests/attack tests/page tests/cluster tests/clients tests/zoo \
+	$(patsubst %,tests/contract/test_%.py,backend_contract memory_contract image_contract peer_failures shards \
+		ahead backend_sampling draft_heads draft_models mlx_backend mlx_own_layers torch_native_variants) \
 	$(patsubst %,tests/integration/test_%.py,guides openapi http_concurrency packs cache_faults encryption \
 		model_swap_torch dtype_change repairs model_swap cache_cli tenants tool_pauses direct_api_cache \
-		metrics cache_explain published_templates chat_templates compaction conversation_reuse rest_precision) \
-	$(wildcard tests/unit/test_*.py) tests/unit/benchmarks tests/unit/training \
+		metrics cache_explain published_templates chat_templates compaction conversation_reuse rest_precision \
+		small_memory mcp workflow machines ollama_sdk vision_models security openai_chat http_front \
+		client_requests anthropic_sdk ephemeral) \
+	$(wildcard tests/unit/test_*.py) tests/unit/benchmarks tests/unit/training tests/unit/entrypoints/test_cli.py \
 	$(shell find tests -name '*_machine.py' -o -name 'test_*starter*.py')
 SHARED := --numprocesses=$(JOBS) --dist=worksteal --durations=10 --durations-min=10
 FAST := -m 'not slow'

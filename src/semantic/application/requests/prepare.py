@@ -425,9 +425,8 @@ def _start_thread(work: Callable[[], None]) -> None:
 class PreparationThreads:
     """A limited number of daemon threads, with a deadline. Used on the event loop's thread.
 
-    Python cannot stop a thread. A thread that exceeds the deadline keeps its slot, and its request
-    fails; when such threads occupy all slots, `problem` reports it. Shutdown does not wait for
-    threads.
+    A thread that exceeds the deadline keeps its slot, and its request fails; when such threads
+    occupy all slots, `problem` reports it. Shutdown does not wait for threads.
     """
 
     def __init__(
@@ -460,7 +459,8 @@ class PreparationThreads:
             GenerationTimeoutError: the work took too long; it continues and its result is dropped.
         """
         try:
-            await asyncio.wait_for(self._places.acquire(), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                await self._places.acquire()
         except TimeoutError:
             raise OverloadedError(
                 "too many requests are being prepared; try again.", retry_after_s=5

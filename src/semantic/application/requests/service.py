@@ -370,7 +370,8 @@ class InferenceService:
             return None
         # The reply succeeds even if the log cannot be written; the disk reports the error.
         with contextlib.suppress(CachePersistenceError, TimeoutError):
-            await asyncio.wait_for(asyncio.wrap_future(done), self._request_timeout_s)
+            async with asyncio.timeout(self._request_timeout_s):
+                await asyncio.wrap_future(done)
             tenant = prepared.principal.tenant
             return await asyncio.to_thread(self._is_durable, tenant, turn.id)
         return False

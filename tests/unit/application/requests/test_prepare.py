@@ -32,11 +32,13 @@ async def test_work_that_takes_too_long_is_given_up_and_others_go_on() -> None:
     gate.set()
 
 
-async def test_a_caller_that_goes_away_leaves_no_place_taken() -> None:
+@pytest.mark.parametrize("num_steps", range(6))
+async def test_a_caller_that_goes_away_leaves_no_place_taken(num_steps: int) -> None:
     gate = threading.Event()
     threads = PreparationThreads(60, num_threads=1)
-    gone = asyncio.create_task(threads.run(gate.wait))
-    await asyncio.sleep(0.01)
+    gone = asyncio.create_task(threads.run(gate.wait, 60))
+    for _ in range(num_steps):
+        await asyncio.sleep(0)
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone

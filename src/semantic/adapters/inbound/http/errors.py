@@ -72,7 +72,7 @@ _MEANINGS: dict[int | str, str] = {
     413: "the body is too large",
     429: "a quota or a rate limit is exceeded",
     501: "the server does not manage models in this way",
-    503: "the model cannot be loaded, the queue is full, the disk cannot be written, or the server stops",
+    503: "no model is loaded, the queue is full, the disk cannot be written, or the server stops",
     504: "the request took too long",
     529: "the queue is full",
 }

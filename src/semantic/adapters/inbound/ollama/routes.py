@@ -145,9 +145,7 @@ class OllamaApi:
 
     def router(self) -> APIRouter:
         errors = refusals("4XX", 503, 504, body=OllamaErrorBody)
-        router = APIRouter(
-            prefix="/api", tags=["ollama"], responses=errors, route_class=_JsonRoute
-        )
+        router = APIRouter(prefix="/api", tags=["ollama"], responses=errors, route_class=_JsonRoute)
         add = functools.partial(router.add_api_route, response_model=None)
         add("/version", self.version, responses={200: {"model": ApiVersion}})
         add("/tags", self.tags, responses={200: {"model": ModelTags}})

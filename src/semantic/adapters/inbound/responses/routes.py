@@ -128,7 +128,8 @@ class ResponseRun:
         """Cancel it and wait for its end; `GenerationTimeoutError` after `_CANCEL_TIMEOUT_S`."""
         self._replies.cancel()
         try:
-            await asyncio.wait_for(self.is_ended.wait(), _CANCEL_TIMEOUT_S)
+            async with asyncio.timeout(_CANCEL_TIMEOUT_S):
+                await self.is_ended.wait()
         except TimeoutError as error:
             raise GenerationTimeoutError("the response did not stop in time.") from error
 
