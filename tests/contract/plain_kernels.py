@@ -14,6 +14,7 @@ class PlainKernels:
     Attributes:
         calls: How often each was called, by name.
         row_counts: How often so many rows were multiplied.
+        error: Factor of all products by quantised weights, of a kernel that is wrong.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,11 +22,13 @@ class PlainKernels:
         from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_attention
         from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
         from semantic.adapters.outbound.backends.mlx.cuda import linear as cuda_linear
-        from semantic.adapters.outbound.backends.mlx.cuda import quantised as cuda_quantised
         from semantic.adapters.outbound.backends.mlx.cuda import rope as cuda_rope
+        from semantic.adapters.outbound.backends.mlx.cuda.quantised import linear as cuda_quantised
+        from semantic.adapters.outbound.backends.mlx.cuda.quantised import widening
 
         self.calls: Counter[str] = Counter()
         self.row_counts: Counter[int] = Counter()
+        self.error = 1.0
         max_rows = cuda_linear.MAX_ROWS
         for module, name, value in (
             (cuda, "is_in_use", lambda: True),
@@ -41,6 +44,7 @@ class PlainKernels:
             (cuda_linear, "multiply", self._multiply),
             (cuda_quantised, "has_kernel", lambda *_: True),
             (cuda_quantised, "multiply", self._multiply_quantised),
+            (widening, "CHUNK", 32),
             (cuda_attention, "keep_and_attend", self._keep_and_attend),
             (cuda_rope, "keep", self._keep),
             (runner, "_CHUNK_COUNTS", (32,)),
@@ -104,7 +108,7 @@ class PlainKernels:
             bits=matrix.bits,
             mode=matrix.mode,
         )
-        return self._multiply(given, weight.astype(given.dtype), **options)
+        return self._multiply(given, weight.astype(given.dtype) * self.error, **options)
 
     def _keep_and_attend(
         self, heads: Any, angles: Any, norms: Any, held: Any, plan: Any, scale: float

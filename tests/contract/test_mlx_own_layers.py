@@ -149,6 +149,26 @@ def watched(
     backend.shutdown()
 
 
+def test_a_wrong_kernel_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compared with the library while the model loads, and `/health` says what is wrong."""
+    require_mlx()
+    from semantic.adapters.outbound.backends.mlx import loading
+
+    kernels = PlainKernels(monkeypatch)
+    kernels.error = 1.2
+    monkeypatch.setattr(loading, "_is_expanded", lambda _: False)
+    model = write_model(tmp_path, _config("llama", is_real=False, is_packed=True))
+    _quantise(tmp_path, *PACKED["4 bits"])
+    backend: Any = make_mlx(model, "float32")
+    assert _kinds(backend) == {"TransformerBlock"}
+    assert "MLX multiplies weights in 4 bits in groups of 64" in backend.traits.compute.slow
+    kernels.calls.clear()
+    watched = Watched(backend)
+    watched.check(watched.start(30, 5))
+    assert not kernels.calls["multiply_quantised"]
+    backend.shutdown()
+
+
 def test_rows_of_all_lengths(watched: Watched) -> None:
     """Alone, two and eight together, in more groups than a kernel takes, beyond a capacity."""
     runs = {n: prompt(n, seed=n) for n in (3, 251, 253, 300, 301, 505, 506, 700)}

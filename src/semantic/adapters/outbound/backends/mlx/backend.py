@@ -102,7 +102,7 @@ class MlxBackend(DraftingBackend[MlxSequence]):
             1,
             f"mlx.v1.{dtype}{'.full' * loaded.is_expanded}{spec.layout_tag(loaded.spec)}",
             kept.dtypes[0].size * 8,
-            loading.describe(dtype, loaded.reason),
+            loading.describe(dtype, loaded.reason, loaded.slow),
             # In a ring, rejected draft tokens overwrite older tokens.
             max_draft=_MAX_DRAFT if self._runner.can_draft else 0,
             draft_end=spec.window or sys.maxsize,

@@ -85,6 +85,7 @@ class MlxModel:
         tower: Computes features of images, if the model takes them; `inputs` gives it these.
         device_bytes: See `MlxOptions`, like `kv_bytes`.
         head: Drafts tokens, if the model has one and it was asked for.
+        slow: Why it runs slower than it could; empty if it does not.
     """
 
     model: Any
@@ -98,6 +99,7 @@ class MlxModel:
     device_bytes: int = 0
     kv_bytes: int = 0
     head: MlxHead | None = None
+    slow: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -159,7 +161,7 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
         layer = next((layer for layer in spec.layers if layer.kind is LayerKind.FULL), None)
         if layer is not None and cuda.is_in_use():
             prompts.plan(model, layer.num_kv_heads, layer.key_dim, spec.max_context)
-        tuning.tune(model, options.device_bytes)
+        slow = tuning.tune(model, options.device_bytes)
         mx.eval(model.parameters())
         model.eval()
         spec, make_caches = _agree(model, spec)
@@ -171,7 +173,7 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
     limits = options.device_bytes, options.kv_bytes
     head = MlxHead(model, model.mtp) if "mtp" in model else None
     return MlxModel(
-        model, spec, make_caches, reason, is_expanded, memory, tower, inputs, *limits, head
+        model, spec, make_caches, reason, is_expanded, memory, tower, inputs, *limits, head, slow
     )
 
 
@@ -249,15 +251,15 @@ def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def describe(dtype: str, reason: str) -> Compute:
+def describe(dtype: str, reason: str, slow: str = "") -> Compute:
     """Describe how a loaded model is computed."""
     if _is_on_cpu():
         threads = os.environ.get("OPENBLAS_NUM_THREADS", "")
         num_threads = int(threads) if threads.isdigit() else os.cpu_count() or 1
-        return Compute("cpu", dtype, num_threads, "MLX", reason)
+        return Compute("cpu", dtype, num_threads, "MLX", reason, slow)
     device = "cuda" if cuda.is_in_use() else "metal"
     kernels = "MLX and custom" if cuda.is_available() else "MLX"
-    return Compute(device, dtype, 0, kernels, reason)
+    return Compute(device, dtype, 0, kernels, reason, slow)
 
 
 def _convert(model: Any, dtype: DType) -> str:

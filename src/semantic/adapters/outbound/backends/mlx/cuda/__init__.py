@@ -2,7 +2,7 @@
 
 1. `device.py` reports whether CUDA is in use; `weights.py` reads weights through pinned memory.
 2. `tuning.py` fuses and replaces layers of a loaded model; `linear.py` multiplies a few rows, and
-   `quantised.py` by quantised weights, some of which `widening.py` packs into 8 bits before.
+   `quantised/` by quantised weights.
 3. `prompts.py` pads prompts to lengths that have an attention plan: a new length costs 80 ms.
 4. In a decode step, `decode.py` plans the calls of `attention.py`, whose kernel also applies norms
    and RoPE and stores keys and values, as `rope.py` describes.

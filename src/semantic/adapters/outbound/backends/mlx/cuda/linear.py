@@ -44,7 +44,7 @@ _STEP = 32  # columns that a warp processes at once
 # of squares are on the diagonal of the rows' product with themselves, computed by tensor cores.
 # In gated layers, the strip's first eight rows are gates and the others the gated values.
 _SOURCE = (
-    f"constexpr int HEIGHT = {HEIGHT}, WARPS = {WARPS}, STEP = {_STEP};"
+    f"constexpr int TALL = 1, HEIGHT = {HEIGHT}, WARPS = {WARPS}, STEP = {_STEP};"
     """
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const int num_outputs = IS_GATED ? height / 2 : height;
@@ -62,7 +62,7 @@ _SOURCE = (
     const T* top = weight + int64_t(upper) * size + c * 8;
     const T* low = weight + int64_t(lower) * size + c * 8;
 
-    float sum[TILES][4] = {}, square[TILES][4] = {};
+    float sum[TALL][TILES][4] = {}, square[TILES][4] = {};
     for (int start = warp * AHEAD * STEP; start < size; start += WARPS * AHEAD * STEP) {
         uint4 a[AHEAD], b[AHEAD], d[TILES][AHEAD];
 #pragma unroll
@@ -92,31 +92,35 @@ _SOURCE = (
                     multiply<T>(square[t], e.z, 0, e.w, 0, e.z, e.w);
                     e = product<T>(e, factor);
                 }
-                multiply<T>(sum[t], a[i].x, b[i].x, a[i].y, b[i].y, e.x, e.y);
-                multiply<T>(sum[t], a[i].z, b[i].z, a[i].w, b[i].w, e.z, e.w);
+                multiply<T>(sum[0][t], a[i].x, b[i].x, a[i].y, b[i].y, e.x, e.y);
+                multiply<T>(sum[0][t], a[i].z, b[i].z, a[i].w, b[i].w, e.z, e.w);
             }
         }
     }
+    __shared__ float sums[WARPS][TILES * 8][HEIGHT + 4], squares[WARPS][TILES * 8];
 """
 )
 
 # Adds up the warps' sums, and applies the norm, the gate and the addition.
 FINISH = """
-    __shared__ float sums[WARPS][TILES * 8][HEIGHT + 4], squares[WARPS][TILES * 8];
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) sums[warp][t * 8 + 2 * c + i % 2][i / 2 * 8 + g] = sum[t][i];
-        if (IS_NORMED && c == g / 2) squares[warp][t * 8 + g] = square[t][g % 2];
+        for (int m = 0; m < TALL; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                sums[warp][t * 8 + 2 * c + i % 2][m * 16 + i / 2 * 8 + g] = sum[m][t][i];
+        if (IS_NORMED && c == g / 2) squares[warp][t * 8 + g] = g % 2 ? square[t][1] : square[t][0];
     }
     __syncthreads();
     for (int n = threadIdx.x; n < num_rows * WIDTH; n += WARPS * 32) {
         const int row = n / WIDTH, place = n % WIDTH;
+        const int held = IS_GATED ? place / 8 * 16 + place % 8 : place;
         float all = 0, passed = 0, norm = 0;
 #pragma unroll
         for (int i = 0; i < WARPS; i++) {
-            all += sums[i][row][place];
-            if (IS_GATED) passed += sums[i][row][place + 8];
+            all += sums[i][row][held];
+            if (IS_GATED) passed += sums[i][row][held + 8];
             if (IS_NORMED) norm += squares[i][row];
         }
         if (IS_NORMED) {

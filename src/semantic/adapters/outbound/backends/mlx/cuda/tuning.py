@@ -8,6 +8,7 @@ run the library's code.
 
 import functools
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -17,7 +18,6 @@ from semantic.adapters.outbound.backends.mlx.caches import Array
 from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_attention
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda import linear as cuda_linear
-from semantic.adapters.outbound.backends.mlx.cuda import quantised as cuda_quantised
 from semantic.adapters.outbound.backends.mlx.cuda import rope as cuda_rope
 from semantic.adapters.outbound.backends.mlx.cuda.linear import (
     MAX_ROWS,
@@ -25,9 +25,11 @@ from semantic.adapters.outbound.backends.mlx.cuda.linear import (
     LinearPart,
     Norm,
 )
-from semantic.adapters.outbound.backends.mlx.cuda.quantised import QuantisedMatrix
+from semantic.adapters.outbound.backends.mlx.cuda.quantised import linear as cuda_quantised
+from semantic.adapters.outbound.backends.mlx.cuda.quantised.kernel import Format
+from semantic.adapters.outbound.backends.mlx.cuda.quantised.linear import QuantisedMatrix
+from semantic.adapters.outbound.backends.mlx.cuda.quantised.widening import widen
 from semantic.adapters.outbound.backends.mlx.cuda.rope import HeadNorms
-from semantic.adapters.outbound.backends.mlx.cuda.widening import widen
 from semantic.adapters.outbound.backends.mlx.decode import AttentionView
 from semantic.adapters.outbound.backends.mlx.device_limits import device_total
 from semantic.adapters.outbound.backends.mlx.runtime import import_library
@@ -39,10 +41,14 @@ _Matrix: TypeAlias = Array | QuantisedMatrix
 _FAR = 12_345  # a position at which different RoPE modules give different angles
 
 
-def tune(model: Any, device_bytes: int = 0) -> None:
+def tune(model: Any, device_bytes: int = 0) -> str:
     """On CUDA, join linears and install the custom kernels, where measurements favour them.
 
-    `device_bytes` is the limit of the device's memory; 0 is all of it.
+    Args:
+        device_bytes: Limit of the device's memory; 0 is all of it.
+
+    Returns:
+        Why the model runs slower than it could; empty if it does not.
     """
     if cuda.is_available():
         widen(model, device_total(device_bytes))
@@ -50,9 +56,14 @@ def tune(model: Any, device_bytes: int = 0) -> None:
         cuda_linear.mend_experts(model)
         cuda_linear.join_linears(model)
     if cuda.is_available():
+        wrong = cuda_quantised.find_wrong_formats(model)
         cuda_linear.use_custom_linears(model)
-        cuda_quantised.use_custom_linears(model)
-        use_custom_layers(model)
+        cuda_quantised.use_custom_linears(model, wrong)
+        use_custom_layers(model, wrong)
+        if wrong:
+            formats = ", ".join(sorted(map(str, wrong)))
+            return f"MLX multiplies weights in {formats}: the custom kernel gives other results"
+    return ""
 
 
 def untune(model: Any) -> int:
@@ -93,6 +104,12 @@ class LayerWeights:
     outer: _Matrix
 
     @property
+    def formats(self) -> set[Format]:
+        """Formats of the quantised matrices."""
+        matrices = (self.heads, self.attended, self.inner, self.outer)
+        return {m.packing for m in matrices if isinstance(m, QuantisedMatrix)}
+
+    @property
     def dim(self) -> int:
         return int(self.heads.shape[0]) // (self.num_heads + 2 * self.num_key_heads)
 
@@ -124,14 +141,17 @@ def multiply(
     return cuda_linear.multiply(given, matrix, norm=norm, added=added, is_gated=is_gated)
 
 
-def use_custom_layers(model: Any) -> int:
-    """Run supported layers on the custom kernels; returns the number of such layers."""
+def use_custom_layers(model: Any, wrong: Collection[Format] = ()) -> int:
+    """Run supported layers on the custom kernels; returns the number of such layers.
+
+    Layers with weights in `wrong` formats keep the library's code.
+    """
     ropes: list[Any] = []
     found = 0
     for module in model.modules():
         kind = _custom_kinds().get(type(module))
         weights = None if kind is None else _supported_weights(module)
-        if weights is not None:
+        if weights is not None and not weights.formats & set(wrong):
             module.__class__ = kind
             module.custom_weights = replace(weights, rope=_shared_rope(ropes, weights))
             found += 1

@@ -14,8 +14,8 @@ mx = pytest.importorskip("mlx.core")
 nn = pytest.importorskip("mlx.nn")
 device = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.device")
 linear = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.linear")
-quantised = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.quantised")
-widening = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.widening")
+quantised = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.quantised.linear")
+widening = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.quantised.widening")
 
 pytestmark = pytest.mark.unit
 
@@ -117,7 +117,7 @@ def test_more_rows_are_the_librarys() -> None:
 @pytest.mark.parametrize("bits", [2, 3, 5, 6])
 def test_wider_packing_keeps_the_weights(bits: int) -> None:
     model = nn.Module()
-    model.lm_head = nn.Linear(64, 8, bias=False).to_quantized(group_size=32, bits=bits)
+    model.lm_head = nn.Linear(256, 8, bias=False).to_quantized(group_size=32, bits=bits)
     before = dequantised(quantised.QuantisedMatrix.of(model.lm_head))
     assert widening.widen(model, device_bytes=100) == 0  # no room
     assert widening.widen(model, device_bytes=2**20) == 1
@@ -125,11 +125,43 @@ def test_wider_packing_keeps_the_weights(bits: int) -> None:
     assert mx.array_equal(dequantised(quantised.QuantisedMatrix.of(model.lm_head)), before)
 
 
+def test_packing_that_no_kernel_takes_stays() -> None:
+    model = nn.Module()
+    model.lm_head = nn.Linear(320, 8, bias=False).to_quantized(group_size=64, bits=6)
+    assert widening.widen(model, device_bytes=2**20) == 0
+    assert model.lm_head.bits == 6
+
+
+@pytest.mark.parametrize("error", [1.0, 1.1, float("nan")])
+def test_a_kernel_that_differs_from_the_library_is_found(
+    error: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one format: the layers of the other keep the kernel."""
+
+    def multiply(given: Any, matrix: Any) -> Any:
+        factor = error if matrix.bits == 8 and given.shape[0] == 8 else 1.0
+        return (given @ dequantised(matrix).T).astype(given.dtype) * factor
+
+    monkeypatch.setattr(quantised, "multiply", multiply)
+    model = nn.Module()
+    for name, bits in (("right", 4), ("wrong", 8), ("other", 6)):
+        layer = nn.Linear(256, 8, bias=False)
+        layer.set_dtype(mx.bfloat16)
+        model[name] = layer.to_quantized(group_size=64, bits=bits)
+    wrong = quantised.find_wrong_formats(model)
+    quantised.use_custom_linears(model, wrong)
+    is_wrong = error != 1.0
+    assert [str(packing) for packing in wrong] == ["8 bits in groups of 64"] * is_wrong
+    assert ("8 bits in groups of 64; disabled" in caplog.text) == is_wrong
+    assert type(model.right).__name__ == "FewRowsQuantisedLinear"
+    assert (type(model.wrong) is nn.QuantizedLinear) == is_wrong
+
+
 def test_siblings_of_unlike_formats_become_alike() -> None:
     model = nn.Module()
     for name, bits in (("q_proj", 4), ("k_proj", 4), ("v_proj", 6), ("o_proj", 4)):
-        model[name] = nn.Linear(64, 8, bias=False).to_quantized(group_size=32, bits=bits)
-    given = mx.random.normal((2, 64))
+        model[name] = nn.Linear(256, 8, bias=False).to_quantized(group_size=32, bits=bits)
+    given = mx.random.normal((2, 256))
     expected = [model[name](given) for name in ("q_proj", "k_proj", "v_proj")]
     assert widening.widen(model, device_bytes=2**20) == 3
     assert model.o_proj.bits == 4

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.cuda.linear import SIBLINGS
+from semantic.adapters.outbound.backends.mlx.cuda.quantised.kernel import CHUNK
 from semantic.adapters.outbound.backends.mlx.runtime import import_library
 
 _LOG = logging.getLogger(__name__)
@@ -54,7 +55,12 @@ def _to_widen(model: Any) -> list[Any]:
         for siblings in SIBLINGS:
             if all(name in parent for name in siblings):
                 found |= {id(m): m for m in _unlike([parent[name] for name in siblings], kinds)}
-    return list(found.values())
+    # The kernel takes whole chunks of columns.
+    return [module for module in found.values() if _num_columns(module) % CHUNK == 0]
+
+
+def _num_columns(module: Any) -> int:
+    return int(module.scales.shape[1]) * int(module.group_size)
 
 
 def _unlike(layers: Sequence[Any], kinds: tuple[Any, ...]) -> list[Any]:
