@@ -25,6 +25,7 @@ from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda import kernels
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import Transfer
 from semantic.adapters.outbound.backends.mlx.device_limits import (
+    MemoryLimit,
     MemoryPlan,
     device_total,
     is_out_of_memory,
@@ -125,6 +126,7 @@ class MlxBackend(DraftingBackend[MlxSequence]):
         host_memory.use_device_memory(None if memory is None else memory.allocate)
         kernels.report_compiled()
         limit_device_memory(self._plan)
+        self._limit = MemoryLimit(self._plan)
 
     def _require_room(self) -> None:
         """Refuse a model that leaves no room for sequences; log how long they may be."""
@@ -182,11 +184,12 @@ class MlxBackend(DraftingBackend[MlxSequence]):
         try:
             rows = make_rows(step, self._pending)
             outputs = self._runner.run([r for r in rows if isinstance(r, PendingRow)])
+            self._kv_bytes = self.memory()  # other threads must not walk the sequences
+            self._limit.follow(self._kv_bytes)
             mx.async_eval([*outputs, *self._runner.groups.moved_arrays()])
             self._num_steps += 1
             if self._num_steps % _CLEAR_INTERVAL == 0 and not cuda.is_in_use():
                 mx.clear_cache()
-            self._kv_bytes = self.memory()  # other threads must not walk the sequences
         except DEVICE_ERRORS as error:
             raise self._step_error(error) from error
         held, self._held = tuple(self._held), []

@@ -5,12 +5,18 @@ memory limit did not make it release them on an H200, so the cache has a limit o
 what MLX may use besides weights and KV cache. On Metal, memory is shared with all other programs:
 the cache is small. There, macOS may also page out buffers of a GPU that idles, and the first reply
 after a pause would wait for them: wired buffers stay.
+
+On CUDA the memory limit follows the KV cache of open sequences. MLX encodes operations ahead of the
+device until its arrays reach the limit, and each holds its results until it has run: with one limit
+for the whole budget, a prompt of 100,000 tokens took 45 GB where its KV cache has 14.
 """
 
 import logging
 from dataclasses import dataclass
 
 import mlx.core as mx
+
+from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 
 _LOG = logging.getLogger(__name__)
 _OF_METAL = 16  # MLX caches at most one part in this many
@@ -44,9 +50,23 @@ class MemoryPlan:
         return self.weights + min(self.budget or room, room)
 
     @property
+    def margin(self) -> int:
+        """Bytes for activations and cached buffers."""
+        return max(self.needed // _MARGIN, _LEAST_MARGIN)
+
+    @property
     def limit(self) -> int:
         """Bytes that arrays and cached buffers may take together."""
-        return min(self.total, self.needed + max(self.needed // _MARGIN, _LEAST_MARGIN))
+        return min(self.total, self.needed + self.margin)
+
+    def limit_with(self, kv_bytes: int, overhead: int) -> int:
+        """Bytes that they may take while open sequences have so much KV cache.
+
+        `overhead` is what the device uses besides MLX's arrays; at least a quarter of the margin
+        is left for activations.
+        """
+        most = max(self.limit - overhead, self.needed + self.margin // 4)
+        return min(most, self.weights + kv_bytes + self.margin)
 
 
 def device_total(setting: int) -> int:
@@ -70,6 +90,37 @@ def limit_device_memory(plan: MemoryPlan) -> None:
     elif plan.total:
         mx.set_cache_limit(max(0, plan.limit - plan.needed))
         mx.set_memory_limit(plan.limit)
+
+
+class MemoryLimit:
+    """Keeps MLX's memory limit on CUDA near what is needed now. For the engine's thread."""
+
+    def __init__(self, plan: MemoryPlan) -> None:
+        self._plan = plan
+        self._is_followed = bool(plan.total) and cuda.is_in_use()
+        self._overhead = _overhead() if self._is_followed else 0
+        self._limit = 0
+
+    def follow(self, kv_bytes: int) -> None:
+        """Set the limit for open sequences with so much KV cache."""
+        if not self._is_followed:
+            return
+        limit = self._plan.limit_with(kv_bytes, self._overhead)
+        if limit != self._limit:
+            mx.set_memory_limit(limit)
+            self._limit = limit
+        if cuda.pool_bytes() > max(limit, self._plan.limit - self._overhead):
+            cuda.trim_pool(limit)
+
+
+def _overhead() -> int:
+    """Return what the device uses besides MLX's arrays: its driver's memory, kernels, plans."""
+    info = mx.device_info()
+    if "free_memory" not in info:
+        return 0
+    used = int(info["total_memory"]) - int(info["free_memory"])
+    arrays = int(mx.get_active_memory() + mx.get_cache_memory())
+    return max(0, used - max(cuda.pool_bytes(), arrays))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

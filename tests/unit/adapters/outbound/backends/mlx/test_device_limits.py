@@ -6,7 +6,11 @@ import pytest
 
 mx = pytest.importorskip("mlx.core")
 from semantic.adapters.outbound.backends.mlx import device_limits  # noqa: E402 - needs MLX
-from semantic.adapters.outbound.backends.mlx.device_limits import MemoryPlan  # noqa: E402
+from semantic.adapters.outbound.backends.mlx.cuda import device as cuda  # noqa: E402
+from semantic.adapters.outbound.backends.mlx.device_limits import (  # noqa: E402
+    MemoryLimit,
+    MemoryPlan,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -65,6 +69,36 @@ def test_a_plan_fits_the_device(total: int, room: float, limit: float) -> None:
     plan = MemoryPlan(total * GB, weights=5 * GB, budget=4 * GB)
     assert plan.kv_room == room * GB
     assert plan.limit == limit * GB  # weights, budget and 1 GB
+
+
+@pytest.mark.parametrize(
+    "kv,overhead,expected", [(0, 1, 11), (2, 1, 13), (44, 1, 54), (44, 4, 51.25), (44, 9, 51.25)]
+)
+def test_the_limit_follows_the_open_sequences(kv: int, overhead: int, expected: float) -> None:
+    plan = MemoryPlan(100 * GB, weights=6 * GB, budget=44 * GB)
+    assert plan.limit == 55 * GB
+    assert plan.limit_with(kv * GB, overhead * GB) == expected * GB
+
+
+def test_on_cuda_mlx_is_told_the_limit_and_freed_memory_goes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The driver's own gigabyte is no room for arrays."""
+    told: list[tuple[str, int]] = []
+    pool = 7 * GB
+    info = NVIDIA | {"free_memory": 16 * GB}
+    monkeypatch.setattr(cuda, "is_in_use", lambda: True)
+    monkeypatch.setattr(cuda, "pool_bytes", lambda: pool)
+    monkeypatch.setattr(cuda, "trim_pool", lambda size: told.append(("trim", size)))
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(mx, "set_memory_limit", lambda size: told.append(("limit", size)))
+    limit = MemoryLimit(MemoryPlan(24 * GB, weights=6 * GB, budget=4 * GB))
+    for kv in (0, 1, 1, 3):
+        limit.follow(kv * GB)
+    assert told == [("limit", size * GB) for size in (7, 8, 10)]
+    pool = 11 * GB
+    limit.follow(3 * GB)
+    assert told[3:] == [("trim", 10 * GB)]
 
 
 def test_weights_that_do_not_fit_leave_no_room() -> None:

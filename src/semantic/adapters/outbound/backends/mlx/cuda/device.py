@@ -6,6 +6,7 @@ no tensor cores, are custom there. No kernel uses more than the 48 KB of shared 
 of threads has on every device.
 """
 
+import ctypes
 import functools
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ import mlx.core as mx
 from semantic.adapters.outbound.backends.mlx.cuda import kernels
 
 _TILES_SINCE = (8, 0)  # compute capability
+_RESERVED = 5  # the driver's number of the attribute: bytes that a pool holds, in use or not
 
 
 def is_in_use() -> bool:
@@ -23,6 +25,33 @@ def is_in_use() -> bool:
 def is_available() -> bool:
     """Whether the device can run all custom kernels."""
     return is_in_use() and _capability() >= _TILES_SINCE and kernels.can_compile()
+
+
+def pool_bytes() -> int:
+    """Return the memory that the driver's pool holds for MLX's arrays, freed ones included."""
+    driver, pool = _pool()
+    size = ctypes.c_uint64()
+    if driver is not None:
+        driver.cuMemPoolGetAttribute(pool, _RESERVED, ctypes.byref(size))
+    return size.value
+
+
+def trim_pool(num_bytes: int) -> None:
+    """Give memory of freed arrays back to the device, down to a size of the pool."""
+    driver, pool = _pool()
+    if driver is not None:
+        driver.cuMemPoolTrimTo(pool, ctypes.c_size_t(num_bytes))
+
+
+@functools.cache
+def _pool() -> tuple[ctypes.CDLL | None, ctypes.c_void_p]:
+    pool = ctypes.c_void_p()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        has_failed = driver.cuDeviceGetDefaultMemPool(ctypes.byref(pool), 0)
+    except (OSError, AttributeError):
+        return None, pool
+    return (None if has_failed else driver), pool
 
 
 @functools.cache
