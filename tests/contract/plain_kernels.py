@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.contract.plain_loop import PlainLoop
+
 
 class PlainKernels:
     """Stands in for the kernels, and writes into memory as they do.
@@ -15,6 +17,7 @@ class PlainKernels:
         calls: How often each was called, by name.
         row_counts: How often so many rows were multiplied.
         error: Factor of all products by quantised weights, of a kernel that is wrong.
+        loops: Of all models, in order.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,10 +28,12 @@ class PlainKernels:
         from semantic.adapters.outbound.backends.mlx.cuda import rope as cuda_rope
         from semantic.adapters.outbound.backends.mlx.cuda.quantised import linear as cuda_quantised
         from semantic.adapters.outbound.backends.mlx.cuda.quantised import widening
+        from semantic.adapters.outbound.backends.mlx.loop import kernel as loop_kernel
 
         self.calls: Counter[str] = Counter()
         self.row_counts: Counter[int] = Counter()
         self.error = 1.0
+        self.loops: list[PlainLoop] = []
         max_rows = cuda_linear.MAX_ROWS
         for module, name, value in (
             (cuda, "is_in_use", lambda: True),
@@ -47,9 +52,19 @@ class PlainKernels:
             (widening, "CHUNK", 32),
             (cuda_attention, "keep_and_attend", self._keep_and_attend),
             (cuda_rope, "keep", self._keep),
+            (loop_kernel, "can_run", lambda _: True),
+            (loop_kernel, "make_loop", self._make_loop),
             (runner, "_CHUNK_COUNTS", (32,)),
         ):
             monkeypatch.setattr(module, name, value)
+
+    def _make_loop(self, model: Any) -> PlainLoop | None:
+        from semantic.adapters.outbound.backends.mlx.loop.kernel import read_model
+
+        found = read_model(model)
+        if found is not None:
+            self.loops.append(PlainLoop(found))
+        return None if found is None else self.loops[-1]
 
     def _addresses(self, pairs: Any) -> Any:
         import mlx.core as mx

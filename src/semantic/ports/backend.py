@@ -2,6 +2,7 @@
 
 import enum
 import sys
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NewType, Protocol, TypeAlias
@@ -23,6 +24,18 @@ class LastSampled(enum.Enum):
 
 
 LAST_SAMPLED: Final = LastSampled.LAST_SAMPLED
+
+
+class PendingTokens(Sequence[int]):
+    """Tokens that a device may still sample. Their number is known; reading one waits for all.
+
+    A slice from the first token on is pending as well.
+    """
+
+    @property
+    @abstractmethod
+    def seconds(self) -> float:
+        """How long the device sampled all of them; waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +64,9 @@ class Chunk:
     Attributes:
         start: Must equal the number of tokens the backend holds for the sequence.
         draw: How to sample after the last token; None in the middle of a prompt.
-        draft: Draft tokens, at most `Traits.max_draft`. Requires a `draw`, and `tokens` other than
-            `LAST_SAMPLED`. The sequence keeps the accepted ones after the step; the first
-            rejected one and all after it are dropped.
+        draft: Draft tokens, at most `Traits.max_draft`; perhaps `PendingTokens`. Requires a `draw`,
+            and `tokens` other than `LAST_SAMPLED`. The sequence keeps the accepted ones after the
+            step; the first rejected one and all after it are dropped.
         masks: `Draw.allowed` after each draft token; an empty tuple allows every token.
         targets: Tokens to score, not together with a draft: the one at an index follows the
             chunk's token at that index. Logits take memory, so callers keep such chunks short.
@@ -66,7 +79,7 @@ class Chunk:
     start: int
     tokens: tuple[int, ...] | Literal[LastSampled.LAST_SAMPLED]
     draw: Draw | None = None
-    draft: tuple[int, ...] = ()
+    draft: Sequence[int] = ()
     masks: tuple[bytes | None, ...] = ()
     targets: tuple[int, ...] = ()
     num_top: int = 0
@@ -287,6 +300,24 @@ class DraftHead(Protocol):
         """
 
 
+class TokenLoop(Protocol):
+    """Samples several tokens in a row without the host. Used on the engine's thread."""
+
+    def sample(self, rows: Sequence[Chunk], count: int) -> Sequence[PendingTokens]:
+        """Compute the next chunks of sequences, and sample `count` tokens after each.
+
+        Each sequence is extended by its chunk and by all sampled tokens but the last. They are
+        those of `count` steps with this chunk and `LAST_SAMPLED`, except where rounding decides.
+
+        Returns:
+            The tokens of each chunk, without waiting for them; a token is negative if the device
+            failed. Empty if the loop cannot sample these chunks, and nothing is computed then.
+
+        Raises:
+            BackendError: the device failed.
+        """
+
+
 class ModelBackendPort(Protocol):
     """One loaded model on one device.
 
@@ -305,6 +336,13 @@ class ModelBackendPort(Protocol):
     @property
     def head(self) -> DraftHead | None:
         """The model's own head for draft tokens; None if it has none or none was asked for."""
+
+    @property
+    def loop(self) -> TokenLoop | None:
+        """Samples tokens for drafts; None if the model or the device does not support it.
+
+        Prepared at the first access, which may take seconds.
+        """
 
     def open_sequence(
         self, seq: SequenceId, tokens: Sequence[int], images: Sequence[ImageSpan] = ()

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -133,7 +133,7 @@ class Draft:
         states: The constraint's state after each draft token; empty without a constraint.
     """
 
-    tokens: tuple[int, ...] = ()
+    tokens: Sequence[int] = ()
     masks: tuple[bytes | None, ...] = ()
     states: tuple[TokenConstraint, ...] = ()
     origin: DraftOrigin = DraftOrigin.MEMORY

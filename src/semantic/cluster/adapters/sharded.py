@@ -111,6 +111,10 @@ class ShardedBackend(DoneTickets):
     def head(self) -> None:
         return None
 
+    @property
+    def loop(self) -> None:
+        return None
+
     def open_sequence(
         self, seq: SequenceId, tokens: Sequence[int], images: Sequence[ImageSpan] = ()
     ) -> None:

@@ -28,6 +28,7 @@ from semantic.ports.backend import (
     Step,
     StepOutput,
     Ticket,
+    TokenLoop,
     Traits,
 )
 
@@ -82,6 +83,10 @@ class SequenceBackend(ABC, Generic[SequenceT]):
 
     @property
     def head(self) -> DraftHead | None:
+        return None
+
+    @property
+    def loop(self) -> TokenLoop | None:
         return None
 
     def open_sequence(
@@ -163,6 +168,9 @@ class SequenceBackend(ABC, Generic[SequenceT]):
             _check_range(tokens[done - start : first - start], self._spec.vocab_size)
             done = last
         _check_range(tokens[done - start :], self._spec.vocab_size)
+
+    def _check_draft_ids(self, draft: Sequence[int]) -> None:
+        self._check_ids(draft)
 
     @abstractmethod
     def _copy(self, source: SequenceT, target: SequenceT, num_tokens: int) -> None:
@@ -246,7 +254,7 @@ class SequenceBackend(ABC, Generic[SequenceT]):
             _require_whole_images(chunk)
         if chunk.draft:
             _check_draft(chunk, self._traits.max_draft)
-            self._check_ids(chunk.draft)
+            self._check_draft_ids(chunk.draft)
         if len(chunk.targets) > chunk.num_tokens or (chunk.targets and chunk.draft):
             raise InvalidRequestError(f"cannot score {len(chunk.targets)} tokens in this chunk")
         self._check_ids(chunk.targets)

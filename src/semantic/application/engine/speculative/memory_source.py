@@ -130,7 +130,7 @@ class MemoryDrafts:
         reply.catch_up(row.tokens, self._rates)
         return list(reply.chances(self._rates, limit + num_unknown))[num_unknown:]
 
-    def draft(self, rows: Sequence[Generation], count: int) -> list[list[int]]:
+    def draft(self, rows: Sequence[Generation], count: int) -> Sequence[Sequence[int]]:
         return [self._reply_of(row).tokens[:count] for row in rows]
 
     def forget(self, generation: Generation) -> None:

@@ -7,12 +7,15 @@ those that it lacks. All rows of a step are drafted together.
 
 The draft model samples with the request's own parameters and random numbers, so that both models
 choose the same token where their probabilities are similar.
+
+Where the backend has a loop, it samples a whole draft without the host, and the step that verifies
+the draft starts before its tokens are known here. How long the device took is known afterwards.
 """
 
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from semantic.application.cache.store import AgentCacheStore
@@ -29,6 +32,7 @@ from semantic.ports.backend import (
     Chunk,
     Draw,
     ModelBackendPort,
+    PendingTokens,
     RowFailed,
     Sampled,
     SequenceId,
@@ -54,16 +58,31 @@ class _FollowedReply(ReplyDraft):
     Attributes:
         offset: The reply's token that the sequence begins with.
         held: Tokens whose KV cache the draft model holds.
+        pending: Further such tokens, which the device may still sample.
     """
 
     seq: SequenceId = NO_SEQUENCE
     offset: int = 0
     held: list[int] = field(default_factory=list)
+    pending: Sequence[int] = ()
     num_reserved: int = 0
 
     def reset(self) -> None:
-        self.seq, self.num_reserved = NO_SEQUENCE, 0
+        self.seq, self.num_reserved, self.pending = NO_SEQUENCE, 0, ()
         self.held.clear()
+
+    def settle(self) -> None:
+        """Wait for the draft tokens that the draft model holds as well."""
+        self.held += self.pending
+        self.pending = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Looped:
+    """The last draft, if the device sampled it without the host."""
+
+    num_rows: int
+    tokens: PendingTokens
 
 
 class ModelDrafts:
@@ -87,7 +106,9 @@ class ModelDrafts:
         self._max_length, self._context = longest, min(_CONTEXT, longest // 2)
         self._num_paused = 0
         self._is_broken = False
-        self.spent_s = 0.0
+        self._loop = backend.loop
+        self._spent_s = 0.0
+        self._looped: _Looped | None = None
 
     @property
     def acceptance(self) -> float:
@@ -114,12 +135,28 @@ class ModelDrafts:
 
     def start_seconds(self, row: Generation) -> float:
         reply = self._reply_of(row)
-        behind = len(row.tokens) - reply.offset - len(reply.held)
+        behind = len(row.tokens) - reply.offset - len(reply.held) - len(reply.pending)
         token_s, num_measured = self._token_s or (0.0, 0)
         return token_s * min(behind, self._context) if num_measured >= NUM_FIRST else 0.0
 
-    def draft(self, rows: Sequence[Generation], count: int) -> list[list[int]]:
-        started, drafted = self._clock(), {}
+    @property
+    def spent_s(self) -> float:
+        """As of the interface: the host's time, and the device's after it."""
+        if self._looped is not None:
+            looped, self._looped = self._looped, None
+            if looped.tokens[0] < 0:
+                _log.error("the draft model's kernel failed and is not used any more")
+                self._loop = None
+            else:
+                seconds = looped.tokens.seconds
+                self._spent_s += seconds
+                self._measured.note_pass(looped.num_rows, seconds / len(looped.tokens))
+        return self._spent_s
+
+    def draft(self, rows: Sequence[Generation], count: int) -> Sequence[Sequence[int]]:
+        _ = self.spent_s  # of the draft before, if the planner did not need it
+        started = self._clock()
+        drafted: Mapping[int, Sequence[int]] = {}
         try:
             ready = [row for row in rows if self._follow(row, count)]
             drafted = self._sample(ready, count)
@@ -129,8 +166,8 @@ class ModelDrafts:
             self._is_broken = True
             self.release()
         for order, tokens in drafted.items():
-            self._replies[order].tokens = list(tokens)
-        self.spent_s = self._clock() - started
+            self._replies[order].tokens = tokens
+        self._spent_s = self._clock() - started
         return [drafted.get(row.order, []) for row in rows]
 
     def forget(self, generation: Generation) -> None:
@@ -166,6 +203,7 @@ class ModelDrafts:
     def _follow(self, row: Generation, count: int) -> bool:
         """Bring a row's sequence to its last tokens; False if it is not there yet."""
         reply, known = self._reply_of(row), row.tokens
+        reply.settle()
         self._cut(reply, common_prefix(reply.held, known[reply.offset : -1]))
         is_too_long = len(known) - reply.offset + count > self._max_length
         missing = known[reply.offset + len(reply.held) :]
@@ -227,13 +265,34 @@ class ModelDrafts:
 
     # -- drafts ---------------------------------------------------------------------------------
 
-    def _sample(self, rows: Sequence[Generation], count: int) -> dict[int, list[int]]:
+    def _sample(self, rows: Sequence[Generation], count: int) -> Mapping[int, Sequence[int]]:
         """Sample draft tokens for rows whose sequences lack few tokens; keyed by their order."""
         if not rows:
             return {}
+        firsts = [self._first_chunk(row) for row in rows]
+        return self._sample_in_a_row(rows, firsts, count) or self._sample_each(rows, firsts, count)
+
+    def _sample_in_a_row(
+        self, rows: Sequence[Generation], firsts: Sequence[Chunk], count: int
+    ) -> Mapping[int, Sequence[int]]:
+        """Sample all tokens without waiting for them; empty if the backend cannot."""
+        if self._loop is None or self._num_known > self._vocab_size:
+            return {}
+        if not (sampled := self._loop.sample(firsts, count)):
+            return {}
+        for row, first, tokens in zip(rows, firsts, sampled, strict=True):
+            reply = self._replies[row.order]
+            reply.held += row.tokens[-first.num_tokens :]
+            reply.pending = tokens[:-1]
+        self._looped = _Looped(len(rows), sampled[0])
+        return {row.order: tokens for row, tokens in zip(rows, sampled, strict=True)}
+
+    def _sample_each(
+        self, rows: Sequence[Generation], firsts: Sequence[Chunk], count: int
+    ) -> Mapping[int, Sequence[int]]:
+        """Sample the tokens in one pass each."""
         started = self._clock()
         drafted: dict[int, list[int]] = {row.order: [] for row in rows}
-        firsts = [self._first_chunk(row) for row in rows]
         for output in self._run(firsts, count):
             for row, drawn in zip(rows, output.rows, strict=True):
                 if isinstance(drawn, Sampled):

@@ -29,7 +29,7 @@ from semantic.application.engine.speculative.memory_source import MemoryDrafts
 from semantic.application.engine.speculative.source import TimedSource
 from semantic.application.engine.steps import SIZES, StepCosts, interpolated
 from semantic.domain.events import DraftOrigin
-from semantic.ports.backend import Traits
+from semantic.ports.backend import PendingTokens, Traits
 from semantic.ports.text import TokenConstraint
 
 _MIN_GAIN = 1.08  # a step carries drafts only if they raise tokens per second by this factor
@@ -61,9 +61,16 @@ class DraftPlanner(Protocol):
 class _Offer:
     """Draft tokens of one row, and the chances that the first, the first two, ... are correct."""
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: Sequence[int] = ()
     chances: list[float] = field(default_factory=list)
     origin: DraftOrigin = DraftOrigin.MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """That the source which takes time was asked; its duration is known after the step."""
+
+    is_trial: bool
 
 
 class AdaptiveDraftPlanner:
@@ -85,11 +92,11 @@ class AdaptiveDraftPlanner:
         self._timed = timed
         self._ends = ends
         self._costs = StepCosts()
-        self._asked_s = 0.0  # of the step that was planned last
+        self._asked: _Asked | None = None  # for the step that was planned last
         self._trial_s = 0.0  # time that may be spent on trials
 
     def plan(self, rows: Sequence[Generation], *, has_prompts: bool) -> dict[int, Draft]:
-        self._asked_s = 0.0
+        self._settle()
         if not self.max_draft:
             return {}
         self.memory.remember_more()
@@ -128,7 +135,17 @@ class AdaptiveDraftPlanner:
     def observe(self, num_rows: int, num_drafted: int, seconds: float) -> None:
         """Learn the duration of a step; the time of asking for its drafts is counted elsewhere."""
         self._trial_s += _TRIAL_SHARE * seconds
-        self._costs.observe(num_rows, num_drafted, max(seconds - self._asked_s, 0.0))
+        self._costs.observe(num_rows, num_drafted, max(seconds - self._settle(), 0.0))
+
+    def _settle(self) -> float:
+        """Return the seconds that the last question took, once; 0.0 if none was asked."""
+        asked, self._asked = self._asked, None
+        if self._timed is None or asked is None:
+            return 0.0
+        seconds = self._timed.spent_s
+        if asked.is_trial:
+            self._trial_s -= seconds
+        return seconds
 
     def forget(self, generation: Generation) -> None:
         self.memory.forget(generation)
@@ -158,6 +175,8 @@ class AdaptiveDraftPlanner:
                 found = self._constrained(row.constraint, offer, limit)
             return found
         tokens = offer.tokens[:limit]
+        if isinstance(tokens, PendingTokens):  # verifying beyond an end token costs nothing
+            return Draft(tokens, origin=offer.origin), offer.chances[:limit]
         end = next((at + 1 for at, token in enumerate(tokens) if token in self._ends), limit)
         return Draft(tuple(tokens[:end]), origin=offer.origin), offer.chances[:end]
 
@@ -168,7 +187,8 @@ class AdaptiveDraftPlanner:
         masks, states = [constraint.allowed()], [constraint]
         tokens: list[int] = []
         chances: list[float] = []
-        draft, rates, chance = offer.tokens, offer.chances, 1.0
+        draft: Sequence[int] = offer.tokens
+        rates, chance = offer.chances, 1.0
         origin = DraftOrigin.GRAMMAR
         while len(tokens) < limit:
             at = len(tokens)
@@ -199,9 +219,7 @@ class AdaptiveDraftPlanner:
             return
         asked, count, is_trial = question
         drafted = self._timed.draft([rows[at] for at in asked], count)
-        self._asked_s = self._timed.spent_s
-        if is_trial:
-            self._trial_s -= self._asked_s
+        self._asked = _Asked(is_trial=is_trial)
         for (at, chances), tokens in zip(asked.items(), drafted, strict=True):
             if tokens:
                 offers[at] = _Offer(tokens, chances[: len(tokens)], self._timed.origin)

@@ -34,8 +34,11 @@ class DraftSource(Protocol):
             num_unknown: Tokens that the device still samples, and that the draft comes after.
         """
 
-    def draft(self, rows: Sequence[Generation], count: int) -> list[list[int]]:
-        """Return up to `count` draft tokens for each row; fewer, or none, if it has no more."""
+    def draft(self, rows: Sequence[Generation], count: int) -> Sequence[Sequence[int]]:
+        """Return up to `count` draft tokens for each row; fewer, or none, if it has no more.
+
+        They may be `PendingTokens`: then the step that verifies them need not wait for them.
+        """
 
     def forget(self, generation: Generation) -> None:
         """Release what is held for a request that ended."""
@@ -46,7 +49,7 @@ class TimedSource(DraftSource, Protocol):
 
     @property
     def spent_s(self) -> float:
-        """Duration of the last call of `draft`."""
+        """Duration of the last draft; waits for its tokens."""
 
     def seconds(self, rows: Sequence[Generation], count: int) -> float:
         """Return the expected duration of `draft`, with a share of the time to prepare the rows.
@@ -69,7 +72,7 @@ class ReplyDraft:
     """
 
     num_seen: int
-    tokens: list[int] = field(default_factory=list)
+    tokens: Sequence[int] = ()
     counts: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def compare(self, known: Sequence[int]) -> list[bool]:
@@ -82,7 +85,7 @@ class ReplyDraft:
             if self.tokens:
                 hits.append(token == self.tokens[0])
                 count_hit(self.counts, hits[-1], _MAX_OWN_COUNT)
-                self.tokens = self.tokens[1:] if hits[-1] else []
+                self.tokens = self.tokens[1:] if hits[-1] else ()
         self.num_seen = len(known)
         return hits
 

@@ -10,6 +10,7 @@
 4. `sampling.py` samples and scores tokens on the device where it can, so that a token feeds the
    next step before the host has seen it.
 5. `payloads.py` copies KV cache to the host and back. `cuda/` contains the CUDA-only parts.
+   `loop/` samples several tokens of a draft model in a row there.
 6. `vision/` computes features of images and gives them to the language model.
 
 Importing this package disables TF32, in which MLX multiplies float32 on CUDA by default: it has ten

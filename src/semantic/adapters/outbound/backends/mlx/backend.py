@@ -33,6 +33,7 @@ from semantic.adapters.outbound.backends.mlx.device_limits import (
 )
 from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
 from semantic.adapters.outbound.backends.mlx.loading import MlxModel, MlxOptions
+from semantic.adapters.outbound.backends.mlx.loop.sequences import MlxLoop, make_loop
 from semantic.adapters.outbound.backends.mlx.payloads import SnapshotTicket
 from semantic.adapters.outbound.backends.mlx.rows import PendingRow
 from semantic.adapters.outbound.backends.mlx.runner import MlxRunner
@@ -45,12 +46,14 @@ from semantic.ports.backend import (
     Chunk,
     DeviceMemory,
     KVPayload,
+    PendingTokens,
     Row,
     RowFailed,
     SequenceId,
     Step,
     StepOutput,
     Ticket,
+    TokenLoop,
     Traits,
 )
 
@@ -113,6 +116,8 @@ class MlxBackend(DraftingBackend[MlxSequence]):
         )
         super().__init__(spec, traits, MlxSequence)
         self._device = mx.default_device()
+        self._loop: MlxLoop | None = None
+        self._has_loop = False
         self._checkpoint_bytes = layout.state_nbytes if self._runner.can_draft else 0
         self._require_room()
         self._num_steps = self._kv_bytes = 0
@@ -150,6 +155,23 @@ class MlxBackend(DraftingBackend[MlxSequence]):
             InvalidRequestError: this backend cannot run it.
         """
         return cls(loading.load(directory, spec, options or MlxOptions()))
+
+    @property
+    def loop(self) -> TokenLoop | None:
+        if not self._has_loop:
+            self._has_loop, self._loop = True, make_loop(self._runner)
+        return self if self._loop is not None else None
+
+    def sample(self, rows: Sequence[Chunk], count: int) -> Sequence[PendingTokens]:
+        pending = [self._pending(chunk) for chunk in rows]
+        if self._loop is None or not self._loop.can_sample(pending, count):
+            return ()
+        try:
+            sampled = self._loop.sample(pending, count)
+            self._kv_bytes = self.memory()
+        except DEVICE_ERRORS as error:
+            raise self._step_error(error) from error
+        return sampled
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         sequence, layout = self._sequences[seq], self._runner.layout
@@ -297,7 +319,7 @@ class MlxBackend(DraftingBackend[MlxSequence]):
         while self._sequences:
             self._sequences.popitem()[1].group = None  # breaks the reference cycle
         self._runner.release()
-        self._tower = self._head = None
+        self._tower = self._head = self._loop = None
         if self._transfer is not None:
             self._transfer.finish()
         self._held.clear()
@@ -313,6 +335,7 @@ class MlxBackend(DraftingBackend[MlxSequence]):
     def _pending(self, chunk: Chunk) -> PendingRow:
         """Check a chunk; after this, nothing may reject the row."""
         sequence = self._sequence_of(chunk)
+        sequence.read_looped()
         has_sampled = sequence.last_token is not None and not sequence.last_token.has_failed()
         self._check_tokens(chunk, has_sampled=has_sampled)
         if chunk.draw is not None:
@@ -325,7 +348,11 @@ class MlxBackend(DraftingBackend[MlxSequence]):
             sequence.lag = lag(spans, chunk.start) if self._tower.has_grid else 0
         return row
 
-    def _verifiable(self, chunk: Chunk, sequence: MlxSequence) -> tuple[int, ...]:
+    def _check_draft_ids(self, draft: Sequence[int]) -> None:
+        if not isinstance(draft, PendingTokens):  # those are in its model's vocabulary
+            super()._check_draft_ids(draft)
+
+    def _verifiable(self, chunk: Chunk, sequence: MlxSequence) -> Sequence[int]:
         """Return the draft tokens that fit the sequence's arrays; only decoded tokens have any."""
         if not chunk.draft or chunk.num_tokens > 1 or not sequence.length:
             return ()
@@ -361,6 +388,7 @@ class MlxBackend(DraftingBackend[MlxSequence]):
         self._runner.rewind(sequence, end)
 
     def _cut(self, sequence: MlxSequence, num_tokens: int) -> None:
+        sequence.read_looped()
         if sequence.copying is not None:
             # The custom kernels will write where the copy still reads; MLX does not track this.
             sequence.copying.settle()
@@ -376,6 +404,7 @@ class MlxBackend(DraftingBackend[MlxSequence]):
         MLX would reuse their memory for a copy on the other stream while this stream still writes
         it.
         """
+        sequence.read_looped()
         if sequence.group is not None and (self._num_running or self._held):
             self._held.append(sequence.group.arrays)
         self._runner.groups.remove(sequence)

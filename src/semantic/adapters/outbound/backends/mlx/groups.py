@@ -30,7 +30,7 @@ from semantic.adapters.outbound.backends.mlx.caches import (
 from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_attention
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import Copying
-from semantic.adapters.outbound.backends.mlx.sampling import PendingToken
+from semantic.adapters.outbound.backends.mlx.sampling import LoopTokens, PendingToken
 from semantic.adapters.outbound.backends.mtp.state import HeadState
 
 _STAY = 2  # a row may miss this many steps before it is moved out of its group
@@ -46,6 +46,8 @@ class MlxSequence:
         copying: The last copy of its KV cache to the host, if any.
         lag: How far the position of its next token lags behind its index, because of images.
         ahead: See `DraftedSequence`, like `checkpoint`, whose arrays are by part.
+        looped: Where the tokens of a loop begin in `known`, and these tokens; there are none
+            in `known` until they are needed.
     """
 
     known: list[int]
@@ -59,6 +61,15 @@ class MlxSequence:
     lag: int = 0
     ahead: HeadState = field(default_factory=lambda: HeadState(MLX_ARRAYS))
     checkpoint: Checkpoint | None = None
+    looped: tuple[int, LoopTokens] | None = None
+
+    def read_looped(self) -> None:
+        """Wait for the tokens of a loop, and fill them in."""
+        if self.looped is not None:
+            start, tokens = self.looped
+            for place in range(start, min(start + len(tokens), len(self.known))):
+                self.known[place] = tokens[place - start]
+            self.looped = None
 
     def group_row(self) -> tuple["Group", int]:
         if self.group is None:

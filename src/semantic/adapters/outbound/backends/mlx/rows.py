@@ -8,10 +8,22 @@ import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.caches import Array
 from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
-from semantic.adapters.outbound.backends.mlx.sampling import PendingScores, PendingToken
+from semantic.adapters.outbound.backends.mlx.sampling import (
+    LoopTokens,
+    PendingScores,
+    PendingToken,
+)
 from semantic.adapters.outbound.backends.mlx.vision.tower import ChunkImages
 from semantic.adapters.outbound.backends.sampler import NOT_FINITE
-from semantic.ports.backend import LAST_SAMPLED, Chunk, Computed, Row, RowFailed, Sampled
+from semantic.ports.backend import (
+    LAST_SAMPLED,
+    Chunk,
+    Computed,
+    PendingTokens,
+    Row,
+    RowFailed,
+    Sampled,
+)
 
 Tokens: TypeAlias = tuple[int, ...] | PendingToken
 
@@ -31,7 +43,7 @@ class PendingRow:
     sequence: MlxSequence
     token: PendingToken | None = None
     mark: Array | None = None
-    draft: tuple[int, ...] = ()
+    draft: Sequence[int] = ()
     later: list[PendingToken] = field(default_factory=list)
     scores: PendingScores | None = None
     images: ChunkImages | None = None
@@ -59,6 +71,8 @@ class PendingRow:
 
     def _verified(self, token: PendingToken) -> Row:
         sequence, accepted = self.sequence, []
+        if isinstance(self.draft, PendingTokens):
+            sequence.known[token.position : token.position + len(self.draft)] = self.draft
         row = token.answer()
         for draft_token, following in zip(self.draft, self.later, strict=True):
             if not isinstance(row, Sampled) or row.token != draft_token:
@@ -85,7 +99,9 @@ def tokens_of(row: PendingRow) -> Tokens:
             raise ValueError("the sequence has no last sampled token")
         sequence.known[chunk.start : chunk.start + 1] = [drawn.token_if_known()]
         return drawn
-    tokens = (*chunk.tokens, *row.draft)
+    # The tokens of a pending draft follow when they are known.
+    draft = (-1,) * len(row.draft) if isinstance(row.draft, PendingTokens) else row.draft
+    tokens = (*chunk.tokens, *draft)
     sequence.known[chunk.start : chunk.start + len(tokens)] = tokens
     return chunk.tokens
 
@@ -112,7 +128,7 @@ def split_passes(
 
 
 def drafted_rows(
-    group: Sequence[MlxSequence], drafts: Mapping[MlxSequence, tuple[int, ...]]
+    group: Sequence[MlxSequence], drafts: Mapping[MlxSequence, Sequence[int]]
 ) -> list[tuple[MlxSequence, int]]:
     """Return a group's rows in step order: all sequences, then all draft tokens from 1 on."""
     drafted = [(row, n) for row in group for n in range(1, len(drafts.get(row, ())) + 1)]
@@ -122,12 +138,15 @@ def drafted_rows(
 def drafted_tokens(
     members: Sequence[Sequence[MlxSequence]],
     feed: Callable[[Sequence[MlxSequence]], Array],
-    drafts: Mapping[MlxSequence, tuple[int, ...]],
+    drafts: Mapping[MlxSequence, Sequence[int]],
 ) -> Array:
     """Return the tokens of `drafted_rows`, for all groups."""
     pieces = []
     for group in members:
         pieces.append(feed(group))
-        draft_tokens = [token for row in group for token in drafts[row]]
-        pieces += [mx.array(draft_tokens, mx.int32)] if draft_tokens else []
+        pieces += [_draft_array(drafts[row]) for row in group if drafts[row]]
     return mx.concatenate(pieces)
+
+
+def _draft_array(draft: Sequence[int]) -> Array:
+    return draft.array if isinstance(draft, LoopTokens) else mx.array([*draft], mx.int32)

@@ -27,6 +27,8 @@ from semantic.adapters.outbound.backends.mlx.decode import (
     wrap_attention,
 )
 from semantic.adapters.outbound.backends.mlx.groups import Group, GroupStep, MlxSequence, RowGroups
+from semantic.adapters.outbound.backends.mlx.loop import kernel as loop_kernel
+from semantic.adapters.outbound.backends.mlx.loop.kernel import LoopDraw, LoopKernel, LoopRow
 from semantic.adapters.outbound.backends.mlx.probing import Batching, Probes, is_close
 from semantic.adapters.outbound.backends.mlx.rows import (
     PendingRow,
@@ -222,7 +224,7 @@ class MlxRunner:
     ) -> list[Array]:
         """Build a pass over one token per sequence and its draft tokens, or over short prompts."""
         firsts: dict[MlxSequence, int | PendingToken] = {}
-        more: dict[MlxSequence, tuple[int, ...]] = {}
+        more: dict[MlxSequence, Sequence[int]] = {}
         for sequence, tokens in given.items():
             if isinstance(tokens, PendingToken) or len(tokens) == 1:
                 firsts[sequence] = tokens if isinstance(tokens, PendingToken) else tokens[0]
@@ -325,7 +327,7 @@ class MlxRunner:
         sequences: Sequence[MlxSequence],
         feed: Callable[[Sequence[MlxSequence]], Array],
         batching: Batching,
-        drafts: Mapping[MlxSequence, tuple[int, ...]] | None = None,
+        drafts: Mapping[MlxSequence, Sequence[int]] | None = None,
     ) -> tuple[list[tuple[MlxSequence, int]], Array]:
         """Compute one token per sequence, and draft tokens after it.
 
@@ -366,7 +368,7 @@ class MlxRunner:
         groups: Sequence[Group],
         members: Sequence[Sequence[MlxSequence]],
         tokens: Array,
-        drafts: Mapping[MlxSequence, tuple[int, ...]] | None = None,
+        drafts: Mapping[MlxSequence, Sequence[int]] | None = None,
     ) -> Array:
         steps: list[GroupStep] = []
         start = 0
@@ -374,7 +376,7 @@ class MlxRunner:
             sizes = tuple(len(drafts[row]) for row in rows) if drafts else ()
             steps.append(GroupStep(group, tuple(row.length for row in rows), start, sizes))
             start = steps[-1].place.stop
-        has_custom_layers, num_padding = self._max_short > 1, _padded(start) - start
+        has_custom_layers, num_padding = self.has_custom_layers, _padded(start) - start
         if has_custom_layers and drafts and num_padding and steps[-1].pad(num_padding):
             tokens = mx.pad(tokens, (0, num_padding))
         positions = [position for step in steps for position in step.all_positions]
@@ -393,6 +395,33 @@ class MlxRunner:
             for row in rows:
                 row.length += 1
         return logits
+
+    @property
+    def has_custom_layers(self) -> bool:
+        """Whether all layers run on the custom kernels, over arrays of one sequence each."""
+        return self._max_short > 1
+
+    def make_loop(self) -> LoopKernel | None:
+        """Return the kernel that samples tokens in a row; None if it does not support the model."""
+        return loop_kernel.make_loop(self._model) if self.has_custom_layers else None
+
+    def run_loop(
+        self,
+        loop: LoopKernel,
+        sequences: Sequence[MlxSequence],
+        rows: Sequence[LoopRow],
+        draws: Sequence[Sequence[LoopDraw]],
+    ) -> Array:
+        """Start a loop over sequences that have room for its tokens; see `LoopKernel.run`.
+
+        Returns without waiting. Does not extend the sequences.
+        """
+        self._step += 1
+        groups = self.groups.assemble(sequences, self._step)
+        tokens = loop.run(rows, draws, self.groups.table(groups))
+        self.latest = tokens
+        mx.async_eval([tokens, *self.groups.moved_arrays()])
+        return tokens
 
     def release(self) -> None:
         self._model = self._body = self._inputs = None

@@ -6,6 +6,7 @@ be launched before their tokens are known. All others are sampled on the host fr
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +15,7 @@ from semantic.adapters.outbound.backends.mlx.caches import Array
 from semantic.adapters.outbound.backends.sampler import NOT_FINITE, sample
 from semantic.domain.errors import BackendError
 from semantic.domain.sampling import SamplingParams, TokenLogprob, uniform
-from semantic.ports.backend import Draw, RowFailed, Sampled, SequenceId
+from semantic.ports.backend import Draw, PendingTokens, RowFailed, Sampled, SequenceId
 
 _ALMOST_ONE = 1 - 2**-24  # the largest float32 below 1
 _COLDEST = 1e-30  # lower temperatures are zero in float32
@@ -38,6 +39,51 @@ class DeviceTokens:
         if self._values is None:
             self._values = self.checked.tolist()
         return self._values[index]
+
+
+class LoopRun:
+    """All tokens of a loop, by step and sequence, and its microseconds."""
+
+    def __init__(self, tokens: Array, num_sequences: int) -> None:
+        self.tokens, self.num_sequences = tokens, num_sequences
+        self._values: list[int] = []
+
+    def values(self) -> list[int]:
+        """Wait for the loop."""
+        if not self._values:
+            self._values = self.tokens.tolist()
+        return self._values
+
+
+class LoopTokens(PendingTokens):
+    """The first tokens that a loop samples for one sequence, with the sequence's number."""
+
+    def __init__(self, run: LoopRun, number: int, size: int) -> None:
+        self._run, self._size = run, size
+        stride = run.num_sequences
+        self._places = slice(number, number + size * stride, stride)
+        self.number = number
+
+    @property
+    def array(self) -> Array:
+        """The tokens on the device."""
+        return self._run.tokens[self._places]
+
+    @property
+    def seconds(self) -> float:
+        return self._run.values()[-1] / 1e6
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if isinstance(index, slice) and index.start in (None, 0) and index.step is None:
+            return LoopTokens(self._run, self.number, len(range(self._size)[index]))
+        return self._run.values()[self._places][index]
 
 
 @dataclass(slots=True, eq=False)
@@ -156,7 +202,7 @@ def _choose(logits: Array, rows: Sequence[PendingToken]) -> Array:
         :, None
     ]
     places = [row.draw.num_before + row.position for row in rows]
-    numbers = [_number(p, place) for p, place in zip(params, places, strict=True)]
+    numbers = [random_number(p, place) for p, place in zip(params, places, strict=True)]
     wide = logits.astype(mx.float32)
     weights = mx.exp((wide - mx.max(wide, axis=-1, keepdims=True)) / temperatures)
     sums = mx.cumsum(weights, axis=-1)
@@ -166,7 +212,8 @@ def _choose(logits: Array, rows: Sequence[PendingToken]) -> Array:
     return mx.where(is_greedy, best, sampled)
 
 
-def _number(params: SamplingParams, position: int) -> float:
+def random_number(params: SamplingParams, position: int) -> float:
+    """Return the random number that samples the token at a position of the text."""
     return 0.0 if params.seed is None else min(uniform(params.seed, position), _ALMOST_ONE)
 
 

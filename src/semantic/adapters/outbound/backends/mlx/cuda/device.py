@@ -24,7 +24,7 @@ def is_in_use() -> bool:
 
 def is_available() -> bool:
     """Whether the device can run all custom kernels."""
-    return is_in_use() and _capability() >= _TILES_SINCE and kernels.can_compile()
+    return is_in_use() and capability() >= _TILES_SINCE and kernels.can_compile()
 
 
 def pool_bytes() -> int:
@@ -55,7 +55,8 @@ def _pool() -> tuple[ctypes.CDLL | None, ctypes.c_void_p]:
 
 
 @functools.cache
-def _capability() -> tuple[int, int]:
+def capability() -> tuple[int, int]:
+    """Return the device's compute capability."""
     info = mx.device_info()
     major, minor = (info.get(f"compute_capability_{part}", 0) for part in ("major", "minor"))
     return int(major), int(minor)

@@ -95,6 +95,7 @@ class Kernel:
         is_copying: Whether arrays that are not contiguous are copied first.
         bounds: Threads of a block, and how many blocks must fit on a multiprocessor; the compiler
             chooses the number of registers by it.
+        shared_bytes: Shared memory of a block in addition to what the source declares.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Kernel:
     numbers: Sequence[str] = ()
     is_copying: bool = True
     bounds: tuple[int, int] | None = None
+    shared_bytes: int = 0
     _binaries: dict[tuple[Any, ...], tuple[str, bytes]] = field(default_factory=dict, repr=False)
 
     def __call__(
@@ -138,6 +140,7 @@ class Kernel:
             scalars=numbers,
             grid=grid,
             threadgroup=threadgroup,
+            shared_memory=self.shared_bytes,
             ensure_row_contiguous=self.is_copying,
             stream=stream,
         )

@@ -15,6 +15,7 @@ device = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.devic
 kernels = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.kernels")
 linear = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.linear")
 quantised = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.quantised.linear")
+loop = pytest.importorskip("semantic.adapters.outbound.backends.mlx.loop.kernel")
 rope = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.rope")
 transfer = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.transfer")
 tuning = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.tuning")
@@ -43,13 +44,14 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         forget_kernels()
         call_kernels_without_tiles()
         call_kernels_with_tiles()
+        call_kernels_with_bulk_copies()
     forget_kernels()
     return found
 
 
 def forget_kernels() -> None:
     """A kernel remembers what it has compiled."""
-    for module in (attention, linear, quantised, rope, transfer):
+    for module in (attention, linear, loop, quantised, rope, transfer):
         for maker in vars(module).values():
             if hasattr(maker, "cache_clear"):
                 maker.cache_clear()
@@ -98,6 +100,17 @@ def call_kernels_without_tiles() -> None:
         transfer._in_kernel(count)(inputs=[*arrays, where], **given)
 
 
+def call_kernels_with_bulk_copies() -> None:
+    for dim, num_heads, head_eps, has_bias in ((64, 8, None, False), (128, 16, 1e-6, True)):
+        sizes = loop.LoopSizes(2, 512, 768, 1000, num_heads, 2, dim, 0.1, 1e-5, head_eps, has_bias)
+        weight = mx.zeros((1,), mx.bfloat16)
+        weights = [[weight] * loop.source_parts.FIELDS] * 3
+        made = loop.LoopKernel(loop.LoopModel(sizes, weights, mx.zeros((1, dim))), 4, 2)
+        for num_rows in (1, 9):
+            rows = [loop.LoopRow(0, n, 0) for n in range(num_rows)]
+            made.run(rows, [[loop.LoopDraw()]], mx.zeros((2, 1, 3), mx.int64))
+
+
 def held_of(dtype: Any, dim: int) -> Any:
     keys = mx.zeros((1, 2, 64, dim), dtype)
     return rope.Held(attention.addresses([(keys, keys)])[None], 0, 2)
@@ -116,6 +129,9 @@ def test_every_kernel_compiles_where_it_is_used(
         if "mma.sync" in source and capability < (8, 0):
             with pytest.raises(RuntimeError, match=r"requires \.target sm_80"):
                 kernels.compile_source(name, source, architecture)
+        elif "cp.async.bulk" in source and capability < (9, 0):
+            with pytest.raises(RuntimeError, match=r"requires \.target sm_90"):
+                kernels.compile_source(name, source, architecture)
         else:
             assert kernels.compile_source(name, source, architecture), name
 
@@ -130,7 +146,7 @@ def test_the_capability_decides_between_custom_layers_and_those_of_the_library(
     monkeypatch.setattr(mx, "device_info", lambda: info)
     monkeypatch.setattr(device, "is_in_use", lambda: True)
     monkeypatch.setattr(kernels, "can_compile", lambda: can_compile)
-    device._capability.cache_clear()
+    device.capability.cache_clear()
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     given = mx.random.normal((3, 1, 8), key=mx.random.key(1))
     expected = model(given)
@@ -138,4 +154,4 @@ def test_the_capability_decides_between_custom_layers_and_those_of_the_library(
     is_custom = type(model.layers[0]) is not nn.Linear
     assert is_custom == (capability >= (8, 0) and can_compile) == device.is_available()
     assert mx.array_equal(model(given), expected)  # in float32 both use the library's code
-    device._capability.cache_clear()
+    device.capability.cache_clear()
