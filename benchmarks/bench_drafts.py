@@ -8,9 +8,12 @@ off, so that only the draft model counts. The pairs of models agree by construct
 - With `--shape llama-8b`, on a GPU with MLX, a 1B-shaped model drafts for an 8B-shaped one
   (`pairs_mlx.py`). Both have random weights and prefer the same next token, except after a share of
   the tokens. `--peer` also measures mlx-lm's own decoding with a draft model, for one stream.
+- With `--shape head-1b` or `head-8b`, it measures what a step of a model's own head (MTP) costs
+  instead (`head_steps.py`), on the backend of `--backend`.
 
     python -m benchmarks.bench_drafts --agree 60 80 95
     python -m benchmarks.bench_drafts --shape llama-8b --agree 60 80 95 --peer
+    python -m benchmarks.bench_drafts --shape head-8b --backend mlx --rounds 20
 """
 
 import argparse
@@ -21,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks import head_steps
 from benchmarks.common import make_job
 from benchmarks.report import Report, interleaved, run
 from semantic.application.cache.store import AgentCacheStore
@@ -114,6 +118,12 @@ class Loop:
 def measure(report: Report) -> None:
     """Measure each pair of models, with each number of streams."""
     options = report.options
+    if options.shape in head_steps.SHAPES:
+        report.settings.update(shape=options.shape, backend=options.backend)
+        opener = importlib.import_module(head_steps.MODULES[options.backend])
+        with opener.open_head(options.shape) as backend:
+            head_steps.measure_head(report, backend, report.choose(2, options.rounds))
+        return
     pairs = importlib.import_module(SHAPES[options.shape])
     num_tokens, rounds = report.choose((48, 1), (options.tokens, options.rounds))
     report.settings.update(shape=options.shape, num_tokens=num_tokens)
@@ -142,11 +152,12 @@ def measure_pair(report: Report, pair: Pair, agree: int, num_tokens: int, rounds
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options."""
-    parser.add_argument("--shape", choices=SHAPES, default="smollm2-360m")
+    parser.add_argument("--shape", choices=(*SHAPES, *head_steps.SHAPES), default="smollm2-360m")
     parser.add_argument("--agree", nargs="+", type=int, choices=(60, 80, 95, 100), default=[80])
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--backend", choices=head_steps.MODULES, default="mlx")
     parser.add_argument("--peer", action="store_true", help="also measure mlx-lm's own loop")
 
 

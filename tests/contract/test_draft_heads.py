@@ -362,13 +362,19 @@ def test_a_head_changes_neither_geometry_nor_traits(head_model: GetHeadModel, su
     assert with_head.traits == without.traits
 
 
-@pytest.mark.parametrize("library", ["torch", "mlx"])
-def test_a_head_without_some_weights_is_not_read(tmp_path: Path, library: str) -> None:
+@pytest.mark.parametrize("library", BACKENDS)
+@pytest.mark.parametrize("lacking", ["eh_proj", "self_attn.o_proj"])
+def test_a_head_without_some_weights_is_not_used(
+    tmp_path: Path, library: str, lacking: str
+) -> None:
     if library == "mlx":
         require_mlx()
     model = HeadModel(library, write_head_model(tmp_path, "glm4-moe", MOSTLY))
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
-    del weights["model.layers.2.eh_proj.weight"]
+    del weights[f"model.layers.2.{lacking}.weight"]
     save_file(weights, file, {"format": "pt"})
-    assert model.load().head is None
+    backend = model.load()
+    assert backend.head is None
+    reply = begin(backend, 1, prompt(9), GREEDY).finish(6)
+    assert reply == alone(model, prompt(9), GREEDY, 6)

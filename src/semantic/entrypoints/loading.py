@@ -271,6 +271,8 @@ class ModelLoader:
             on_failure.pop_all()
         if backend.traits.compute is not None:
             self._is_float32 = backend.traits.compute.dtype == "float32"
+        if has_head and backend.head is None:
+            draft_note = "its MTP head cannot be used; the log has the details"
         tokenizer = HFTokenizer(directory)
         has_tower = backend.traits.accepts_images
         return LoadedModel(
@@ -306,10 +308,7 @@ class ModelLoader:
     # -- draft models ---------------------------------------------------------------------------
 
     def _find_head(self, directory: Path) -> tuple[bool, str]:
-        """Whether a model has an own MTP head, which `auto` prefers to a second model; or why not.
-
-        The reason is empty if models of this type have none, or if it was not asked for.
-        """
+        """Whether a model has an MTP head, which `auto` prefers to a second model; else why not."""
         settings, library = self._settings, self._backend_name
         if settings.draft_model != "auto" or library == "fake" or settings.shards > 1:
             return False, ""

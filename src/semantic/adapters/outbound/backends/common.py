@@ -1,9 +1,10 @@
 """Shared parts of the backends: open sequences, and the rules for lengths, windows and states.
 
 A sequence continues where its KV cache ends. Layers with full attention can be truncated at any
-token, window layers only as far back as they hold a complete window, and recurrent layers only at 0
-and at the end. A row that cannot run fails alone and changes nothing. This module uses positions
-and layer kinds only; each backend handles its own arrays, shapes and bytes.
+token, window layers only as far back as they hold a complete window, and recurrent layers only at
+0, at the end, and inside the last draft (see `drafting`). A row that cannot run fails alone and
+changes nothing. This module uses positions and layer kinds only; each backend handles its own
+arrays, shapes and bytes.
 """
 
 from abc import ABC, abstractmethod

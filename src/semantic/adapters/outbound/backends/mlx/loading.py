@@ -145,7 +145,7 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
             overrides = config_overrides(config, spec)
             model, _ = utils.load_model(directory, lazy=True, model_config=overrides, **ways)
         if weights is not None and options.has_head and options.group is None:
-            model.mtp = weights.build(model)
+            _add_head(model, weights)
         is_expanded = "quantization" in config and _is_expanded(options.weights)
         if is_expanded:
             if options.dtype == "float32" or _is_on_cpu():
@@ -175,6 +175,13 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
     return MlxModel(
         model, spec, make_caches, reason, is_expanded, memory, tower, inputs, *limits, head, slow
     )
+
+
+def _add_head(model: Any, weights: HeadWeights) -> None:
+    try:
+        model.mtp = weights.build(model)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        _LOG.warning("failed to read the MTP head; serving without it", exc_info=True)
 
 
 def _read_tower(

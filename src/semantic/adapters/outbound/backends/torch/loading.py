@@ -401,11 +401,15 @@ def _read_by_library(
             model = load_grouped(directory, dtype, is_kept=plan.is_kept, names=names)
         else:
             model = read_full(directory, dtype)
-        if names is None or not plan.has_head:
-            return model, None
-        return model, read_head(model, directory, names, dtype, is_kept=plan.is_kept)
     except (OSError, *LIBRARY_ERRORS) as error:
         raise _load_failure(spec, error) from error
+    if names is None or not plan.has_head:
+        return model, None
+    try:
+        return model, read_head(model, directory, names, dtype, is_kept=plan.is_kept)
+    except (OSError, InvalidRequestError, *LIBRARY_ERRORS):
+        _log.warning("failed to read the MTP head; serving without it", exc_info=True)
+        return model, None
 
 
 def _prepare_for_cpu(model: Any, plan: TorchPlan) -> bool:
