@@ -3,6 +3,7 @@
 The kernel itself where there is a GPU for it; what models compute is in the contract suite.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,13 @@ runtime.prepare(num_threads=1)
 mx = pytest.importorskip("mlx.core")
 nn = pytest.importorskip("mlx.nn")
 device = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.device")
+kernel = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.quantised.kernel")
+kernels = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.kernels")
 linear = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.linear")
 quantised = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.quantised.linear")
 widening = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.quantised.widening")
+
+from tests.unit.adapters.outbound.backends.mlx.cuda.lanes import EmulatedLanes  # noqa: E402 - needs MLX
 
 pytestmark = pytest.mark.unit
 
@@ -80,6 +85,46 @@ def test_the_kernel_computes_what_dequantised_weights_give(
     """Beyond a tile and a strip, with fewer chunks than warps and with more."""
     if not device.is_available():
         pytest.skip("no GPU for the kernel")
+    compare(dtype, form, num_rows, shape, added, is_normed=is_normed, is_gated=is_gated)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_few", [16, 4096])
+def test_its_source_does_on_a_cpu(
+    dtype: Any,
+    form: tuple[int, int, str],
+    num_few: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """As the work is divided for matrices of few rows and of many."""
+    paths = kernels.include_paths()
+    if not EmulatedLanes.are_possible(paths):
+        pytest.skip("needs g++ and CUDA's headers: make kernel-check installs these")
+    emulated = EmulatedLanes(tmp_path, paths)
+    monkeypatch.setattr(kernel, "_FEW", num_few)
+    monkeypatch.setattr(kernels, "compile_source", emulated.compile_source)
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", emulated.run)
+    kernel.make_kernel.cache_clear()
+    for num_rows in (1, 3, 13, 27):
+        compare(dtype, form, num_rows, (34, 768), "rows", is_normed=False, is_gated=False)
+        compare(dtype, form, num_rows, (34, 768), None, is_normed=True, is_gated=True)
+    kernel.make_kernel.cache_clear()
+
+
+def compare(
+    dtype: Any,
+    form: tuple[int, int, str],
+    num_rows: int,
+    shape: tuple[int, int],
+    added: str | None,
+    *,
+    is_normed: bool,
+    is_gated: bool,
+) -> None:
+    """Compare the kernel with dequantised weights in float32."""
     num_outputs = shape[0] // 2 if is_gated else shape[0]
     weight = mx.random.normal(shape) * shape[1] ** -0.5 + 0.01
     matrix = matrix_of(weight.astype(dtype), *form)
