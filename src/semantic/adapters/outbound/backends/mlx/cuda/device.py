@@ -2,8 +2,8 @@
 
 Kernels that multiply use tensor cores by m16n8k16 tiles of 16-bit numbers, which compute capability
 8.0 introduced. On older devices MLX's own layers run; only the copies of `transfer.py`, which need
-no tensor cores, are custom there. No kernel uses more than the 48 KB of shared memory that a block
-of threads has on every device.
+no tensor cores, are custom there. None of these kernels uses more than the 48 KB of shared memory
+that a block of threads has on every device; that of `mlx.loop` does, and checks what there is.
 """
 
 import ctypes
