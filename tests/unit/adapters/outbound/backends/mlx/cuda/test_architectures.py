@@ -75,12 +75,13 @@ def call_kernels_with_tiles() -> None:
         if not added:
             linear.multiply(given, weight, norm=norm, is_gated=True)
     forms = ((4, 32, "affine"), (4, 64, "affine"), (8, 32, "affine"), (8, 128, "affine"))
-    packed = itertools.product(FORMATS, (2, 16, 32), (*forms, (4, 32, "mxfp4")), (True, False))
-    for dtype, num_rows, (bits, group, mode), is_gated in packed:
-        arrays = mx.quantize(mx.zeros((32, 256), dtype), group, bits, mode)
+    packed = itertools.product(FORMATS, (1, 2, 16, 32), (32, 4128), (*forms, (4, 32, "mxfp4")))
+    for (dtype, num_rows, height, packing), is_gated in itertools.product(packed, (True, False)):
+        bits, group, mode = packing
+        arrays = mx.quantize(mx.zeros((height, 256), dtype), group, bits, mode)
         matrix = quantised.QuantisedMatrix(*[*arrays, None][:3], group, bits, mode)
         norm = linear.Norm(mx.ones((256,), dtype), 1e-5) if is_gated else None
-        rows, bias = mx.zeros((num_rows, 1, 256), dtype), mx.zeros((32,), dtype)
+        rows, bias = mx.zeros((num_rows, 1, 256), dtype), mx.zeros((height,), dtype)
         options = {"norm": norm} if is_gated else {"added": bias}
         quantised.multiply(rows, matrix, is_gated=is_gated, **options)
 
