@@ -294,10 +294,11 @@ deploy-check: $(VENV)/.dev $(SECURITY)/.ready ## check the container files, and 
 	@$(PYTEST) tests/e2e/image_steps.py $(ARGS)
 
 .PHONY: kernel-check
-kernel-check: $(VENV)/.dev ## compile the CUDA kernels for every architecture, run one on the CPU; needs no GPU
+kernel-check: $(VENV)/.dev ## compile the CUDA kernels for every architecture, run two on the CPU; needs no GPU
 	@$(PIP) install --quiet --no-deps nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-crt
 	@$(PYTEST) tests/unit/adapters/outbound/backends/mlx/cuda/test_architectures.py \
-		tests/unit/adapters/outbound/backends/mlx/cuda/test_quantised.py $(ARGS)
+		tests/unit/adapters/outbound/backends/mlx/cuda/test_quantised.py \
+		tests/unit/adapters/outbound/backends/mlx/loop/test_kernel.py $(ARGS)
 
 .PHONY: licenses
 licenses: $(VENV)/.dev $(SECURITY)/.ready ## refuse dependencies under GPL, LGPL, AGPL, SSPL or EUPL
