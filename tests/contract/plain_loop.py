@@ -14,7 +14,7 @@ class PlainLoop:
 
     Attributes:
         calls: Numbers of rows, sequences and steps of each run.
-        is_broken: Whether it fails from now on, as the kernel does if a barrier waits in vain.
+        is_broken: Whether it fails from now on, as the kernel does if a barrier times out.
     """
 
     def __init__(self, model: Any) -> None:

@@ -4,7 +4,7 @@ A pass of a small model takes the device half a millisecond, and the host two: e
 operations costs it time. This kernel is one operation for all passes of a draft. Its blocks of
 threads stay on the device from the first layer to the last token, and meet at a barrier between two
 phases, five in a layer. So all of them must run at the same time: there is one per multiprocessor.
-If a barrier waits in vain, the kernel ends, samples -1, and is not used again.
+If a barrier times out, the kernel ends, samples -1, and is not used again.
 
 The model's code is not used: the kernel computes what `tuning.run_layer` does, and the library's
 head. At load, the logits of the library must agree with its tokens.

@@ -27,6 +27,15 @@ _REPLACED = (
 )
 
 
+def build(stem: Path, source: str, *options: str) -> ctypes.CDLL:
+    """Compile C++ to a library beside its source, and load it."""
+    path, library = stem.with_suffix(".cpp"), stem.with_suffix(".so")
+    path.write_text(source)
+    usual = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
+    subprocess.run(["g++", *usual, *options, str(path), "-o", str(library)], check=True)  # noqa: S603, S607 - the tests' own source
+    return ctypes.CDLL(str(library))
+
+
 class EmulatedLanes:
     """Replaces the compiler and the device."""
 
@@ -59,11 +68,7 @@ class EmulatedLanes:
         ]
         lines += ["for (int b = 0; b < num_blocks; b++) { blockIdx.x = b;"]
         lines += ["run_block(num_threads, entry); } }"]
-        path, library = (self._directory / f"{name}.{suffix}" for suffix in ("cpp", "so"))
-        path.write_text("\n".join(lines))
-        options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", *self._includes]
-        subprocess.run(["g++", *options, str(path), "-o", str(library)], check=True)  # noqa: S603, S607 - the tests' own source
-        self._libraries[name] = ctypes.CDLL(str(library))
+        self._libraries[name] = build(self._directory / name, "\n".join(lines), *self._includes)
         return b""
 
     def run(

@@ -2,7 +2,6 @@
 
 import ctypes
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ runtime.prepare(num_threads=1)
 mx = pytest.importorskip("mlx.core")
 kernels = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.kernels")
 loop = pytest.importorskip("semantic.adapters.outbound.backends.mlx.loop.kernel")
+
+from tests.unit.adapters.outbound.backends.mlx.cuda.lanes import build  # noqa: E402 - needs MLX
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
@@ -68,12 +69,9 @@ class EmulatedBlocks:
         body = body.replace(
             declared, "__shared__ __align__(128) char dynamic[NUM_TILES * TILE_BYTES];"
         )
-        path, library = (self._directory / f"{name}.{suffix}" for suffix in ("cpp", "so"))
-        path.write_text(f'#include "blocks.h"\n{body}{MAIN}')
-        options = ["-std=c++17", "-O1", "-w", "-pthread", "-shared", "-fPIC"]
-        options += [f"-I{Path(__file__).parent}", str(path), "-o", str(library)]
-        subprocess.run(["g++", *options], check=True)  # noqa: S603, S607 - the tests' own source
-        self._libraries[name] = ctypes.CDLL(str(library))
+        source = f'#include "blocks.h"\n{body}{MAIN}'
+        options = ("-pthread", f"-I{Path(__file__).parent}")
+        self._libraries[name] = build(self._directory / name, source, *options)
         return b""
 
     def run(self, *, name: str, inputs: Any, output_shapes: Any, scalars: Any, **_: Any) -> Any:
