@@ -1,7 +1,7 @@
 """Reads the rules that repair volatile prompts: those of the package, and those of a file.
 
 Patterns run with a time limit, since clients choose the text: the module `re` has none, so they
-are compiled by the package `regex`, which both backends install.
+are compiled by the package `regex`.
 """
 
 import logging
@@ -136,12 +136,8 @@ def _is_client(find: FindText) -> Callable[[str], bool]:
 
 def _finder(entry: _RuleEntry, field: Literal["pattern", "client"], where: str) -> FindText:
     """Compile a pattern; it finds nothing, and says so in the log, where it takes too long."""
-    try:
-        import regex  # noqa: PLC0415 - only rules need it
-    except ModuleNotFoundError as error:
-        if not entry.enabled:
-            return lambda _: ()
-        raise _invalid(where, "rules need the package regex: pip install regex") from error
+    import regex  # noqa: PLC0415 - only rules need it
+
     try:
         compiled = regex.compile(getattr(entry, field), regex.MULTILINE)
     except regex.error as error:

@@ -60,12 +60,16 @@ class PythonArguments(JsonArguments):
         return "=" if len(self._stack) == 1 else ":"
 
     def _bare_key(self, text: str, at: int) -> int:
-        match = _IDENTIFIER.match(text, at)
-        if match is None or len(self._stack) > 1 or len(match[0]) > MAX_WORD:
+        is_keyword = len(self._stack) == 1
+        match = (_IDENTIFIER if is_keyword else self.word).match(text, at)
+        if match is None or len(match[0]) > MAX_WORD:
             return self._break()
         if match.end() == len(text):
             return 0
-        self._hold_key(match[0])
+        key = match[0] if is_keyword else python_scalar(match[0])  # as json.dumps writes {1: 2}
+        if not key:
+            return self._break()
+        self._hold_key(key)
         return len(match[0])
 
     def _scalar(self, word: str) -> str:

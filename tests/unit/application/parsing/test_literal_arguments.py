@@ -48,6 +48,7 @@ LITERALS = (
     "[[], {'a': {}}]",
     "(1, (2,))",
     "{'k': [None, False]}",
+    "{1: 'a', 0x10: {True: 2, None: []}, -1.5: 3}",
 )
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -140,7 +141,7 @@ def test_python_whose_first_value_is_no_literal_is_text(value: str) -> None:
     "rest, arguments, said",
     [
         ("a=1, b=f(x))] ok", {"a": 1}, "f(x))] ok"),
-        ("a={1: 2})]", {"a": {}}, "1: 2})]"),
+        ("a={b: 2})]", {"a": {}}, "b: 2})]"),
         ("a=1, 'b')]", {"a": 1}, ")]"),
         ("a=1 + 2)]", {"a": 1}, "+ 2)]"),
         ("a='never ends)]", {"a": "never ends)]"}, ""),
