@@ -55,6 +55,7 @@ def fleet(postgres_server: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "database_url": new_schema(postgres_server),
         "objects_url": (directory / "objects").as_uri(),
         "backend": "fake",
+        "model": "fake-slow",  # so that reading blocks is faster than computing them
         "lease_s": 2.0,
         "replicas": 3,
         "max_replicas": 4,

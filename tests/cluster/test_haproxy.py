@@ -57,6 +57,7 @@ def pair(tmp_path: Path, database_url: str) -> Iterator[ProxiedServers]:
         "database_url": database_url,
         "objects_url": (tmp_path / "objects").as_uri(),
         "backend": "fake",
+        "model": "fake-slow",  # so that reading blocks is faster than computing them
         "lease_s": 1.0,
     }
     with contextlib.ExitStack() as stack:

@@ -220,8 +220,9 @@ class ModelLoader:
         spec = fake.fake_spec(block_tokens=DEFAULT_BLOCK_TOKENS, vocab_size=tokenizer.vocab_size)
         backend = fake.FakeBackend(
             spec,
-            weights=0 if name == "fake" else 1,
+            weights=0 if name in ("fake", fake.FakeModels.SLOW) else 1,
             vision=VisionKind.CAUSAL if has_vision else None,
+            is_slow=name == fake.FakeModels.SLOW,
         )
         drafting = self._draft_entry(entry, on_progress)
         draft = None

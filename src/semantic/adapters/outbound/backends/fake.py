@@ -59,6 +59,7 @@ _PRIME = 2**61 - 1
 _HIDDEN_SIZE = 16
 _MAX_DRAFT = 16
 _DOWNLOAD_STEPS, _DOWNLOAD_STEP_S = 250, 0.02
+_SLOW_TOKEN_S = 0.001
 _REST: Final = (1, 8192, "MIT", True)  # KV bytes, context, licence, tools
 
 
@@ -167,10 +168,15 @@ class FakeBackend(EagerBackend[_Sequence]):
         weights: int = 0,
         vision: VisionKind | None = None,
         kv_room: int | None = None,
+        is_slow: bool = False,
     ) -> None:
-        """Different `weights` generate different text; `vision` None accepts no images."""
+        """Different `weights` generate different text; `vision` None accepts no images.
+
+        If it `is_slow`, a token of a prompt takes a millisecond, so that reading blocks pays.
+        """
         spec = spec or fake_spec()
         self._weights = weights
+        self._prompt_token_s = _SLOW_TOKEN_S if is_slow else 0.0
         abi = f"fake.v2.{spec.window}.{int(spec.num_state > 0)}"
         # State is not stored per token: a model with state cannot be truncated after a wrong draft.
         max_draft = 0 if spec.num_state else _MAX_DRAFT
@@ -202,6 +208,8 @@ class FakeBackend(EagerBackend[_Sequence]):
             sequence.state = state
 
     def launch(self, step: Step) -> Ticket:
+        lengths = (chunk.num_tokens for chunk in step.chunks)
+        time.sleep(self._prompt_token_s * sum(length for length in lengths if length > 1))
         return StepTicket(StepOutput(tuple(make_rows(step, self._run))))
 
     def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
@@ -320,12 +328,12 @@ def _entry(name: str) -> ModelEntry:
 class FakeModels:
     """`ModelSourcePort` of models without files: two of them, so that tests can swap models.
 
-    A third one can be downloaded, in about five seconds, and deleted. A fourth one accepts images;
-    it is found by its name only.
+    A third one can be downloaded, in about five seconds, and deleted. Two more are found by their
+    names only: one accepts images, and one writes the text of the first but reads prompts slowly.
     """
 
     NAMES = ("fake", "fake-2")
-    VISION = "fake-vision"
+    VISION, SLOW = "fake-vision", "fake-slow"
     REMOTE: ClassVar = ModelEntry("small-4bit", "org/small-4bit", "fake", 10**9, fits=True)
 
     _num_arrived = 0  # bytes of it
@@ -335,12 +343,12 @@ class FakeModels:
         return [*here, self.REMOTE] if self._num_arrived == self.REMOTE.num_bytes else here
 
     def find_model(self, source: str) -> ModelEntry:
-        for entry in (*self.entries(), self.REMOTE, _entry(self.VISION)):
+        for entry in (*self.entries(), self.REMOTE, *map(_entry, (self.VISION, self.SLOW))):
             if source in (entry.id, entry.source):
                 return entry
         raise ModelNotFoundError(
-            f"there is no model {source!r}; the fake backend has {', '.join(self.NAMES)} and "
-            f"{self.VISION}."
+            f"there is no model {source!r}; the fake backend has {', '.join(self.NAMES)}, "
+            f"{self.VISION} and {self.SLOW}."
         )
 
     def fetch(
