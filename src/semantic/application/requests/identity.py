@@ -22,7 +22,7 @@ from semantic.ports.sharing import AgentLeasesPort, Lease
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 0.3  # a request that just ended on another server may not have released its agent yet
-_MAX_ENDINGS = 100_000
+_MAX_ENDINGS = 20_000  # 15 MB; a conversation that ended before them becomes a new agent
 _TAIL_TOKENS = 8  # last tokens of a conversation, compared before a prefix is hashed
 _MAX_UNKNOWN = 256  # latest lengths kept of conversations whose last tokens are unknown
 _MAX_ALIKE = 256  # agents remembered for one identical conversation

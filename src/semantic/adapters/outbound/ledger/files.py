@@ -242,7 +242,13 @@ def remove(path: Path) -> None:
 
 
 class ReaderPool:
-    """A pool of read connections, each lent to one thread at a time. Thread-safe."""
+    """A pool of read connections, each lent to one thread at a time. Thread-safe.
+
+    A burst of reads opens as many as it needs; at most `MAX_IDLE` stay open, since each of them
+    keeps up to 2 MB of pages, its prepared statements, and two file descriptors.
+    """
+
+    MAX_IDLE = 4
 
     def __init__(self, path: Path, timeout_s: float, cipher: Cipher | None = None) -> None:
         self._path, self._timeout_s, self._cipher = path, timeout_s, cipher
@@ -276,10 +282,10 @@ class ReaderPool:
 
     def _take_back(self, connection: sqlite3.Connection) -> None:
         with self._lock:
-            if self._is_closed:
-                connection.close()
-            else:
+            if not self._is_closed and len(self._idle) < self.MAX_IDLE:
                 self._idle.append(connection)
+                return
+        connection.close()
 
 
 def _reason(error: Exception) -> str:

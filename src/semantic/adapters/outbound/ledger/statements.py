@@ -56,7 +56,7 @@ from semantic.ports.storage import (
 
 _T = TypeVar("_T")
 _PLACES = "SELECT id, num_tokens, root, block, pointer_tokens FROM turns WHERE tenant = ? AND id IN"
-_MAX_IDS = 500  # in one query; SQLite accepts at least 999 values
+_MAX_IDS = 512  # in one query; SQLite accepts at least 999 values
 _ROW_BYTES = 256  # approximate size of a row's ids, times, checksum and index entries
 _IndexChange: TypeAlias = PutPart | DropPart | TouchParts | MarkIndexWhole
 _LoggedChange: TypeAlias = PutTenant | PutAgent | AdvanceHead | DropAgent | PutTurn
@@ -191,8 +191,11 @@ class LedgerReadings(ABC):
         found: dict[str, TurnPlace] = {}
         for first in range(0, len(turn_ids), _MAX_IDS):
             some = turn_ids[first : first + _MAX_IDS]
-            query = " ".join((_PLACES, "(", ", ".join("?" * len(some)), ")"))
-            values = (tenant, *some)
+            # Connections cache prepared statements, of 65 kB with 300 ids: as many as numbers of
+            # agents would take megabytes each. So the number of ids is a power of two.
+            size = 1 << (len(some) - 1).bit_length()
+            query = " ".join((_PLACES, "(", ", ".join("?" * size), ")"))
+            values = (tenant, *some, *[some[0]] * (size - len(some)))
             found.update(self._read(query, values, lambda row: (row[0], _read_place(row[1:]))))
         return found
 

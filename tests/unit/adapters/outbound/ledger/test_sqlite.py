@@ -1,3 +1,4 @@
+import gc
 import os
 import resource
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from semantic.adapters.outbound.ledger import schema as ledger_schema
+from semantic.adapters.outbound.ledger.files import ReaderPool
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.domain.errors import CachePersistenceError
 from semantic.ports.storage import (
@@ -108,6 +110,42 @@ def test_a_ledger_in_memory_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
         assert ledger.turn("local", "t1") == turn_of("t1")
 
     assert not list(tmp_path.iterdir())
+
+
+# -- what a long life leaves in memory --------------------------------------------------------
+
+
+def num_objects(kind: str) -> int:
+    """Count the objects of a class by its name: sqlite3 does not export all of its classes."""
+    gc.collect()
+    return sum(type(found).__name__ == kind for found in gc.get_objects())
+
+
+def test_statements_do_not_multiply_with_the_number_of_agents(either: SqliteLedger) -> None:
+    ids = [f"t{number}" for number in range(600)]
+    either.apply([PutTurn("local", turn_of(name)) for name in ids], is_synced=False)
+    before = num_objects("Statement")
+    for number in range(len(ids) + 1):
+        assert either.places("local", ids[:number]).keys() == set(ids[:number])
+
+    assert num_objects("Statement") - before <= 10  # one for every power of two up to 512
+
+
+def test_readers_of_a_burst_are_closed(ledger: SqliteLedger) -> None:
+    before, num_threads = num_objects("LedgerConnection"), 3 * ReaderPool.MAX_IDLE
+    meeting = threading.Barrier(num_threads)
+
+    class Read(str):
+        """An id that waits, while it is bound to a query, until all threads read."""
+
+        def __conform__(self, _: object) -> str:
+            meeting.wait(60)
+            return "t1"
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        found = list(pool.map(lambda _: ledger.turn("local", Read()), range(num_threads)))
+    assert found == [None] * num_threads
+    assert num_objects("LedgerConnection") - before <= ReaderPool.MAX_IDLE
 
 
 # -- threads, processes, permissions ----------------------------------------------------------
