@@ -96,6 +96,7 @@ def serve(
     *arguments: str,
     max_files: int | None = None,
     is_ready: bool = True,
+    program: Sequence[str] = ("-m", "semantic"),
     **settings: Any,
 ) -> Iterator[ServerProcess]:
     """Start a server on a free port and wait until it is ready; kills it at the end.
@@ -106,9 +107,10 @@ def serve(
         arguments: More of its command line.
         max_files: How many files it may open.
         is_ready: Whether to wait for the model too, and not only until it listens.
+        program: What the interpreter runs.
         settings: What its file of settings says.
     """
-    command = [sys.executable, "-m", "semantic", *_arguments(home, log, arguments, settings)]
+    command = [sys.executable, *program, *_arguments(home, log, arguments, settings)]
     if max_files is not None:
         command = ["/bin/sh", "-c", f'ulimit -n {max_files}; exec "$@"', "sh", *command]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SEMANTIC_")}

@@ -171,6 +171,50 @@ def test_a_stop_does_not_wait_for_a_schema_that_never_compiles(tmp_path: Path) -
         asking.join()
 
 
+# A load that never ends; the server prints its banner after the first step.
+STUCK = """
+import sys, threading
+from semantic.entrypoints.cli.app import main
+from semantic.entrypoints.loading import ModelLoader
+
+def load(self, entry, on_progress):
+    on_progress("reading weights")
+    threading.Event().wait()
+
+ModelLoader._load_fake = load
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_does_not_wait_for_a_model_that_loads_and_loses_nothing(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    body = {"model": "fake", "messages": QUESTION, "stream": True}
+    with (
+        serve(
+            home,
+            tmp_path / "log",
+            "--backend",
+            "fake",
+            is_ready=False,
+            program=["-c", STUCK],
+            shutdown_timeout_s=600,
+        ) as server,
+        server.client() as http,
+    ):
+        http.post("/v1/agents", json={"id": "early"}).raise_for_status()
+        with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            assert "reading weights" in next(lines)
+            assert server.stop() == 0
+            assert any("shutting down" in line for line in lines)
+    assert "Traceback" not in server.output
+    with (
+        serve_forked(home, tmp_path / "again.log", "--backend", "fake") as server,
+        server.client() as http,
+    ):
+        assert http.get("/v1/agents/early").json()["id"] == "early"
+
+
 def test_ollamas_port_is_opened_unless_it_is_taken(tmp_path: Path) -> None:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

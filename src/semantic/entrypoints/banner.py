@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import time
+from concurrent.futures import wait
 
 import uvicorn
 
@@ -51,8 +52,8 @@ def announce(server: Server, http: uvicorn.Server, banner: str, failures: list[s
         time.sleep(_POLL_S)
     if server.device.state is not ModelState.FAILED:
         _print(banner)
-    while server.device.state is ModelState.LOADING:
-        time.sleep(_POLL_S)
+    if (loading := server.models.running_load()) is not None:
+        wait([loading])
     if server.device.state is ModelState.READY:
         elapsed = time.monotonic() - started
         current = server.models.current()

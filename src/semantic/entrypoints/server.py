@@ -106,8 +106,7 @@ def create_app(server: Server) -> FastAPI:
             yield
         recording.cancel()
         server.request_stop()
-        if not server.device.join(server.settings.shutdown_timeout_s):
-            _log.warning("device thread did not stop in time")
+        _await_device(server)
         _close_memory(server)
 
     app = FastAPI(
@@ -330,6 +329,14 @@ def _exit_at_once(status: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status)
+
+
+def _await_device(server: Server) -> None:
+    """Wait until the device thread has ended, but not for a load: it has nothing to write."""
+    if server.device.lifecycle.loading is not None:
+        _log.info("stopped while the model was loading")
+    elif not server.device.join(server.settings.shutdown_timeout_s):
+        _log.warning("device thread did not stop in time")
 
 
 def _close_memory(server: Server) -> None:

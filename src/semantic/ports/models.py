@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from semantic.domain.errors import InvalidRequestError
 from semantic.domain.model_names import Suggestion
 
 # Receives a human-readable description of the current step.
@@ -42,6 +43,16 @@ class ModelEntry:
     family: str = ""
     num_bytes: int = 0
     fits: bool | None = None
+
+    def require_fitting(self) -> None:
+        """Raise InvalidRequestError if the model is known not to fit."""
+        if self.fits is False:
+            raise InvalidRequestError(
+                f"{self.id} does not fit: its weights take {self.num_bytes / 2**20:,.0f} MB on "
+                "disk, more than the memory left beside memory_budget_mb. Use a smaller or a "
+                "quantised model, or change model_budget_mb.",
+                param="model",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
 from typing import TypeAlias, assert_never
 
 from semantic.application.engine.engine import BlockPoolBatchEngine
@@ -29,6 +29,8 @@ from semantic.application.engine.model import (
     ModelLifecycle,
     Stop,
     T,
+    fail,
+    shut_down,
 )
 from semantic.application.engine.request import AheadJob, EmbeddingJob, EventSink, Job
 from semantic.application.settings import EngineLimits
@@ -41,7 +43,6 @@ from semantic.domain.errors import (
     PoolExhaustedError,
     SemanticError,
 )
-from semantic.ports.backend import ModelBackendPort
 from semantic.ports.inbound import ModelState
 from semantic.ports.telemetry import NoTelemetry, TelemetryPort
 
@@ -84,7 +85,6 @@ class DeviceThread:
             flush: Flushes sealed blocks to disk and drops them from memory. Called on the device
                 thread during an exchange, after the engine has ended.
         """
-        self._load = load
         self._make_engine = make_engine
         self.limits = limits
         self._hang_timeout_s = hang_timeout_s
@@ -93,6 +93,7 @@ class DeviceThread:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._taken: deque[Command] = deque()
         self.lifecycle = ModelLifecycle()
+        self._load, self.lifecycle.loading = load, Exchange(load)
         self._lock = self.lifecycle.lock
         self._live = LiveRequests(self._lock, emit)
         self._num_expected = 0
@@ -237,6 +238,8 @@ class DeviceThread:
         """Refuse new requests and end running ones; returns immediately."""
         self.lifecycle.stop()
         self._is_stopping.set()
+        if self.lifecycle.loading is not None:  # the thread cannot: nothing interrupts a load
+            self._end()
         self._commands.put(Stop())
 
     def join(self, timeout_s: float) -> bool:
@@ -281,30 +284,18 @@ class DeviceThread:
     def _wake(self) -> None:
         self._call_engine(lambda _: None)  # an empty command ends the thread's wait on its queue
 
-    # -- device thread --------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        exchange: Exchange | None = Exchange(self._load)
-        try:
-            while exchange is not None:
-                exchange = self._serve(self._open(exchange))
-        except BaseException as error:  # noqa: BLE001 - `_end` fails every open request
-            _log.exception("the device thread failed")
-            self.lifecycle.fail(f"the engine failed: {error!r}")
-        self._end()
-
     def _end(self) -> None:
         """Refuse further commands and fail every queued command and live request."""
         with self._lock:
             self._has_ended = True
         error = self._last_error()
-        late = [*self._taken, *([self._exchange] if self._exchange else [])]
+        late = [*self._taken, *filter(None, (self._exchange, self.lifecycle.loading))]
         with contextlib.suppress(queue.Empty):
             while True:
                 late.append(self._commands.get_nowait())
         for command in late:
-            if not isinstance(command, Stop) and not command.done.done():
-                command.done.set_exception(error)
+            if not isinstance(command, Stop):
+                fail(command.done, error)
         self._live.fail(error)
 
     def _last_error(self) -> SemanticError:
@@ -312,31 +303,46 @@ class DeviceThread:
             return DrainingError("the server is shutting down.", retry_after_s=5)
         return BackendError(f"{self.detail}; restart the server.")
 
+    # -- device thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        exchange = self.lifecycle.loading
+        try:
+            while exchange is not None and not self._is_stopping.is_set():
+                exchange = self._serve(self._open(exchange))
+        except BaseException as error:  # noqa: BLE001 - `_end` fails every open request
+            _log.exception("the device thread failed")
+            self.lifecycle.fail(f"the engine failed: {error!r}")
+        self._end()
+
     def _open(self, exchange: Exchange) -> BlockPoolBatchEngine | None:
         self._exchange = exchange
         if exchange.load is None:
             self.lifecycle.set_unloaded(exchange)
             exchange.done.set_result(self._num_cut)
             return None
-        self.lifecycle.note_loading(STARTING)
+        if not self.lifecycle.begin_load(exchange):
+            fail(exchange.done, self._last_error())
+            return None
         try:
             model = exchange.load(self.lifecycle.note_loading)
             try:
                 engine = self._make_engine(model, self.limits, self._live.emit, self._wake)
             except BaseException:
-                _shut_down(model.backends)
+                shut_down(model.backends)
                 raise
         except Exception as error:  # noqa: BLE001 - /health and clients' errors report it
             if not isinstance(error, SemanticError):
                 _log.exception("failed to load the model")
                 error = ModelSwapError(repr(error))
             self.lifecycle.fail(error.message)
-            exchange.done.set_exception(error)
+            fail(exchange.done, error)
             return None
         self._load = exchange.load
         self._live.reset_idle()
         self.lifecycle.set_ready(exchange, model, engine.longest_sequence)
-        exchange.done.set_result(self._num_cut)
+        with contextlib.suppress(InvalidStateError):  # a stop has failed it
+            exchange.done.set_result(self._num_cut)
         return engine
 
     def _serve(self, engine: BlockPoolBatchEngine | None) -> Exchange | None:
@@ -350,7 +356,7 @@ class DeviceThread:
         self._close(engine)
         self.lifecycle.drop_model()
         del engine, model  # drops the last references, so that `shutdown` can free their memory
-        _shut_down(backends)
+        shut_down(backends)
         return self._exchange
 
     def _is_drained(self, engine: BlockPoolBatchEngine) -> bool:
@@ -491,8 +497,3 @@ class DeviceThread:
             _log.error("%s; failed %d requests", problem, len(failed))
         for name in failed:
             self.cancel(name)
-
-
-def _shut_down(backends: Sequence[ModelBackendPort]) -> None:
-    for backend in backends:
-        backend.shutdown()

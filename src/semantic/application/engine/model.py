@@ -1,10 +1,11 @@
 """A loaded model and its lifecycle, and what other threads send to its thread."""
 
+import contextlib
 import hashlib
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -89,6 +90,12 @@ class LoadedModel:
         return BlockNamespace(self.naming[0], "", principal.salt).root()
 
 
+def shut_down(backends: Sequence[ModelBackendPort]) -> None:
+    """Free the memory of a model and of its draft model."""
+    for backend in backends:
+        backend.shutdown()
+
+
 # Loads a model on the device thread; its argument receives human-readable progress messages.
 Loader: TypeAlias = Callable[[Callable[[str], None]], LoadedModel]
 
@@ -100,12 +107,38 @@ def _uncancellable() -> Future[T]:
     return future
 
 
+def fail(future: Future[None] | Future[int], error: BaseException) -> None:
+    """Resolve a future with an error, unless another thread has resolved it."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """Runs `work` on the engine between two steps; without an engine it does nothing."""
 
     work: Callable[[BlockPoolBatchEngine], None]
     done: Future[None] = field(default_factory=_uncancellable)
+
+
+@dataclass(frozen=True, slots=True)
+class SwapReport:
+    """Result of a swap.
+
+    Attributes:
+        seconds: Time during which requests had to wait.
+        num_cut: Number of requests that were ended early.
+    """
+
+    previous: str | None
+    model: str | None
+    seconds: float = 0.0
+    num_cut: int = 0
+
+    def resolved(self) -> "Future[SwapReport]":
+        done: Future[SwapReport] = Future()
+        done.set_result(self)
+        return done
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +152,19 @@ class Exchange:
     load: Loader | None
     drain_s: float = 0.0
     done: Future[int] = field(default_factory=_uncancellable)
+
+    def reported(self, model: str) -> Future[SwapReport]:
+        """Return a future that resolves after `done`, for a load that belongs to no swap."""
+        reported: Future[SwapReport] = _uncancellable()
+
+        def report(loaded: Future[int]) -> None:
+            if (error := loaded.exception()) is not None:
+                reported.set_exception(error)
+            else:
+                reported.set_result(SwapReport(None, model, num_cut=loaded.result()))
+
+        self.done.add_done_callback(report)
+        return reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,21 +229,6 @@ class LiveRequests:
         return failed
 
 
-@dataclass(frozen=True, slots=True)
-class SwapReport:
-    """Result of a swap.
-
-    Attributes:
-        seconds: Time during which requests had to wait.
-        num_cut: Number of requests that were ended early.
-    """
-
-    previous: str | None
-    model: str | None
-    seconds: float = 0.0
-    num_cut: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class ModelSwap:
     """A requested swap; `target` is None for an unload.
@@ -250,6 +281,7 @@ class ModelLifecycle:
         detail: The current loading step, or the reason for a failure.
         model: The loaded model; None until it is ready.
         longest_sequence: Tokens of prompt and reply that fit in memory; 0 until a model is ready.
+        loading: The exchange whose model is being loaded; None while no model is.
         served: The model that is served, or was served last; None before the registry sets it.
         on_step: Called within the lock for every step of an exchange that belongs to a swap.
     """
@@ -260,6 +292,7 @@ class ModelLifecycle:
         self.detail = STARTING
         self.model: LoadedModel | None = None
         self.longest_sequence = 0
+        self.loading: Exchange | None = None
         self.served: ModelEntry | None = None
         self.served_since = time.monotonic()
         self.swap: ModelSwap | None = None
@@ -334,13 +367,22 @@ class ModelLifecycle:
     def note_swapping(self, step: str) -> None:
         self._set(ModelState.SWAPPING, step)
 
+    def begin_load(self, exchange: Exchange) -> bool:
+        """Record that a model is being loaded; returns False after `stop`: then none is."""
+        with self.lock:
+            if self.state is ModelState.STOPPED:
+                return False
+            self.loading = exchange
+            self.note_loading(STARTING)
+            return True
+
     def note_loading(self, step: str) -> None:
         self._set(ModelState.LOADING, step)
 
     def set_ready(self, exchange: Exchange, model: LoadedModel, longest_sequence: int) -> None:
         """Serve a model; ends the swap that the exchange belongs to."""
         with self.lock:
-            self.model, self.longest_sequence = model, longest_sequence
+            self.model, self.longest_sequence, self.loading = model, longest_sequence, None
             if self.swap is not None and self.swap.exchange not in (None, exchange):
                 self._set(ModelState.SWAPPING, "another swap is queued")
                 return
@@ -358,7 +400,9 @@ class ModelLifecycle:
             self.model = None
 
     def fail(self, reason: str) -> None:
-        self._set(ModelState.FAILED, reason)
+        with self.lock:
+            self.loading = None
+            self._set(ModelState.FAILED, reason)
 
     def stop(self) -> None:
         self._set(ModelState.STOPPED, "stopped")

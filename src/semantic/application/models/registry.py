@@ -285,10 +285,21 @@ class ModelRegistry:
 
     # -- swaps ----------------------------------------------------------------------------------
 
+    def running_load(self) -> Future[SwapReport] | None:
+        """Return the swap or load in progress, that of the first model included; None if none is.
+
+        The model is served, or the reason of a failure known, when the future resolves.
+        """
+        with self._lifecycle.lock:
+            if (swap := self._lifecycle.swap) is not None:
+                return swap.done
+            loading = self._lifecycle.loading
+            return None if loading is None else loading.reported(self._current.id)
+
     def swap(self, name: str, drain_s: float | None = None) -> Future[SwapReport]:
         """Start a swap to another model, which is fetched first if it is not on this machine.
 
-        Returns the future of a swap to the same model if one is in progress.
+        Returns the future of the load of the same model if one is in progress.
 
         Raises:
             ModelNotFoundError: no model has this name.
@@ -299,11 +310,13 @@ class ModelRegistry:
         entry = self._fetchable(name)
         with self._lifecycle.lock:
             swap = self._lifecycle.swap
-            if swap is not None and swap.target is not None and swap.target.id == entry.id:
-                return swap.done
+            target = swap.target if swap else self._current
+            is_same = target is not None and target.id == entry.id
+            if is_same and (running := self.running_load()) is not None:
+                return running
             self._require_settled()
             if self._lifecycle.state is ModelState.READY and entry.id == self._current.id:
-                return _done(SwapReport(entry.id, entry.id))
+                return SwapReport(entry.id, entry.id).resolved()
             return self._begin(entry, drain_s).done
 
     def load(self, name: str) -> Future[SwapReport]:
@@ -334,7 +347,7 @@ class ModelRegistry:
         with self._lifecycle.lock:
             self._require_settled()
             if self._lifecycle.state is ModelState.UNLOADED:
-                return _done(SwapReport(None, None))
+                return SwapReport(None, None).resolved()
             return self._begin(None, drain_s).done
 
     @property
@@ -439,7 +452,7 @@ class ModelRegistry:
         if target is not None:
             self._note_fetching(swap, "looking for its files")
             target = self._source.fetch(target, functools.partial(self._note_fetching, swap))
-            _require_fitting(target)
+            target.require_fitting()
         started = time.monotonic()
         load = functools.partial(self._load, target) if target else None
         swap.served_after = target or self._current
@@ -482,19 +495,3 @@ class ModelRegistry:
         if self._feed is not None:
             entry = swap.target or self._current
             self._feed.publish(ModelChanged(entry.id, state, detail))
-
-
-def _require_fitting(entry: ModelEntry) -> None:
-    if entry.fits is False:
-        raise InvalidRequestError(
-            f"{entry.id} does not fit: its weights take {entry.num_bytes / 2**20:,.0f} MB on disk, "
-            "more than the memory left beside memory_budget_mb. Use a smaller or a quantised "
-            "model, or change model_budget_mb.",
-            param="model",
-        )
-
-
-def _done(report: SwapReport) -> Future[SwapReport]:
-    done: Future[SwapReport] = Future()
-    done.set_result(report)
-    return done

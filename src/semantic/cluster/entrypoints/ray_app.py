@@ -38,7 +38,6 @@ except ModuleNotFoundError:  # the command reports it; a replica does not need i
 
 NAME = "semantic"
 _HOPELESS = {ModelState.HUNG, ModelState.FAILED, ModelState.STOPPED}
-_LOAD_POLL_S = 0.05
 _HIGH_PRESSURE = 0.8  # share of the KV cache's memory that is in use and cannot be evicted
 _NUM_FALLBACKS = 8  # replicas to try when an agent's own is full
 _QUEUES = 2  # batches per replica, the running one included, before others are tried
@@ -86,11 +85,12 @@ class Replica:
             RuntimeError: Ray must replace this replica: the device hangs, or its thread failed or
                 stopped.
         """
-        status = self._server.models.current()
-        while not self._is_loaded and status.state is ModelState.LOADING:
-            await asyncio.sleep(_LOAD_POLL_S)
-            status = self._server.models.current()
+        models = self._server.models
+        if not self._is_loaded and (loading := models.running_load()) is not None:
+            ended = asyncio.shield(asyncio.wrap_future(loading))
+            await asyncio.gather(ended, return_exceptions=True)  # the state says how it ended
         self._is_loaded = True
+        status = models.current()
         if status.state in _HOPELESS:
             raise RuntimeError(f"{status.id} is {status.state.value}: {status.detail}")
 

@@ -7,15 +7,20 @@ import pytest
 
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeModels, FakeTokenizer
 from semantic.application.engine.device_thread import DeviceThread
-from semantic.application.engine.model import LoadedModel
+from semantic.application.engine.model import LoadedModel, SwapReport
 from semantic.application.models.gate import ModelGate
 from semantic.application.models.registry import ModelRegistry
-from semantic.application.settings import SwapPolicy
-from semantic.domain.errors import ConflictError, ModelNotFoundError
+from semantic.application.settings import EngineLimits, SwapPolicy
+from semantic.domain.errors import (
+    ConflictError,
+    DrainingError,
+    ModelNotFoundError,
+    ModelSwapError,
+)
 from semantic.domain.events import Event, Failed, ModelProgress
 from semantic.ports.inbound import ModelState, Reply
 from semantic.ports.models import FetchProgress, ModelEntry, OnProgress
-from tests.unit.application.device_rig import ready_device
+from tests.unit.application.device_rig import ready_device, running_device
 
 pytestmark = pytest.mark.unit
 
@@ -109,6 +114,43 @@ def test_a_swap_ends_when_its_model_is_ready(
     assert exchanged.result(60) == 0
     assert (models.current().id, models.current().state) == ("fake-2", ModelState.READY)
     assert models.unload().result(60).previous == "fake-2"
+
+
+@pytest.mark.parametrize("ending", ["loaded", "failed", "stopped"])
+def test_the_load_of_the_first_model_can_be_awaited(source: SlowModels, ending: str) -> None:
+    may_go_on = threading.Event()
+    first, last = source.find_model("fake"), source.find_model("fake-2")
+
+    def load(on_progress: OnProgress) -> LoadedModel:
+        assert may_go_on.wait(60)
+        if ending == "failed":
+            raise ModelNotFoundError("there is no such model")
+        return loaded(first, on_progress)
+
+    with running_device(load, lambda _: None, EngineLimits()) as device:
+        models = ModelRegistry(device, source, loaded, first, backend_name="fake")
+        waits = [models.running_load(), models.swap("fake"), models.load(""), models.load("fake")]
+        with pytest.raises(ModelSwapError, match="loading"):
+            models.swap(last.id)
+        work = device.close_idle("an agent")
+        assert not any(wait is None or wait.done() for wait in [*waits, work])
+        if ending == "stopped":
+            device.request_stop()  # nobody waits for the load any more
+        else:
+            may_go_on.set()
+        found = [wait.exception(60) or wait.result() for wait in waits if wait is not None]
+        expected = {
+            "loaded": (SwapReport(None, "fake"), type(None)),
+            "failed": (ModelNotFoundError, type(None)),
+            "stopped": (DrainingError, DrainingError),
+        }
+        reason, of_work = expected[ending]
+        for one in found:
+            assert one == reason if isinstance(reason, SwapReport) else type(one) is reason
+        assert type(work.exception(60)) is of_work
+        if ending != "stopped":
+            assert models.running_load() is None
+        may_go_on.set()
 
 
 async def test_a_waiting_reply_that_cannot_start_for_a_defect_ends_with_an_error(

@@ -75,7 +75,6 @@ from semantic.ports.models import FetchProgress
 # The version of Ollama whose API this is. Clients require a minimum, and parse it as numbers.
 _API_LEVEL = "0.32.7"
 _NOT_MANAGED = ("create", "copy", "push", "blobs/{digest}")
-_POLL_S = 0.05
 
 
 class _JsonRoute(APIRoute):
@@ -296,9 +295,6 @@ class OllamaApi:
                 if unloading is not None:  # otherwise it follows when no request runs
                     await asyncio.shield(asyncio.wrap_future(unloading))
             return JSONResponse(writer.empty("unload"))
-        while status.state is ModelState.LOADING:  # the first model; it cannot be swapped yet
-            await asyncio.sleep(_POLL_S)
-            status = await asyncio.to_thread(self._models.find, body.model)
         if status.state is not ModelState.READY:
             may_swap = self._registry.policy.swap_on_request
             load = self._registry.swap if may_swap else self._registry.load
