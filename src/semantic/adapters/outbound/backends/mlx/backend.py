@@ -319,6 +319,7 @@ class MlxBackend(DraftingBackend[MlxSequence]):
         while self._sequences:
             self._sequences.popitem()[1].group = None  # breaks the reference cycle
         self._runner.release()
+        self._limit.release()
         self._tower = self._head = self._loop = None
         if self._transfer is not None:
             self._transfer.finish()

@@ -8,10 +8,13 @@ after a pause would wait for them: wired buffers stay.
 
 On CUDA the memory limit follows the KV cache of open sequences. MLX encodes operations ahead of the
 device until its arrays reach the limit, and each holds its results until it has run: with one limit
-for the whole budget, a prompt of 100,000 tokens took 45 GB where its KV cache has 14.
+for the whole budget, a prompt of 100,000 tokens took 45 GB where its KV cache has 14. The limit is
+one for the process: it counts the weights and sequences of all loaded models. Above it, MLX waits
+for the device before each operation.
 """
 
 import logging
+import weakref
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -59,14 +62,19 @@ class MemoryPlan:
         """Bytes that arrays and cached buffers may take together."""
         return min(self.total, self.needed + self.margin)
 
-    def limit_with(self, kv_bytes: int, overhead: int) -> int:
+    def limit_beside(self, others: int) -> int:
+        """Bytes that they may take beside other models with so many."""
+        return min(self.total, self.limit + others)
+
+    def limit_with(self, kv_bytes: int, overhead: int, others: int = 0) -> int:
         """Bytes that they may take while open sequences have so much KV cache.
 
-        `overhead` is what the device uses besides MLX's arrays; at least a quarter of the margin
-        is left for activations.
+        `overhead` is what the device uses besides MLX's arrays, `others` what other models have; at
+        least a quarter of the margin is left for activations.
         """
-        most = max(self.limit - overhead, self.needed + self.margin // 4)
-        return min(most, self.weights + kv_bytes + self.margin)
+        least = self.needed + others + self.margin // 4
+        most = max(self.limit_beside(others) - overhead, least)
+        return min(most, self.weights + kv_bytes + others + self.margin)
 
 
 def device_total(setting: int) -> int:
@@ -93,24 +101,36 @@ def limit_device_memory(plan: MemoryPlan) -> None:
 
 
 class MemoryLimit:
-    """Keeps MLX's memory limit on CUDA near what is needed now. For the engine's thread."""
+    """Keeps MLX's memory limit on CUDA near what is needed now. For the engine's thread.
+
+    Models that are loaded side by side, such as a draft model, have one each.
+    """
 
     def __init__(self, plan: MemoryPlan) -> None:
         self._plan = plan
         self._is_followed = bool(plan.total) and cuda.is_in_use()
         self._overhead = _overhead() if self._is_followed else 0
-        self._limit = 0
+        self._held = plan.weights
+        if self._is_followed:
+            _FOLLOWED.add(self)
 
     def follow(self, kv_bytes: int) -> None:
         """Set the limit for open sequences with so much KV cache."""
         if not self._is_followed:
             return
-        limit = self._plan.limit_with(kv_bytes, self._overhead)
-        if limit != self._limit:
-            mx.set_memory_limit(limit)
-            self._limit = limit
-        if cuda.pool_bytes() > max(limit, self._plan.limit - self._overhead):
+        self._held = self._plan.weights + kv_bytes
+        others = sum(limit._held for limit in [*_FOLLOWED] if limit is not self)
+        limit = self._plan.limit_with(kv_bytes, self._overhead, others)
+        mx.set_memory_limit(limit)  # also if it is the same: another model may have set it
+        if cuda.pool_bytes() > max(limit, self._plan.limit_beside(others) - self._overhead):
             cuda.trim_pool(limit)
+
+    def release(self) -> None:
+        """Stop counting this model, which is unloaded."""
+        _FOLLOWED.discard(self)
+
+
+_FOLLOWED: weakref.WeakSet[MemoryLimit] = weakref.WeakSet()  # of all loaded models
 
 
 def _overhead() -> int:

@@ -93,12 +93,35 @@ def test_on_cuda_mlx_is_told_the_limit_and_freed_memory_goes_back(
     monkeypatch.setattr(mx, "device_info", lambda: info)
     monkeypatch.setattr(mx, "set_memory_limit", lambda size: told.append(("limit", size)))
     limit = MemoryLimit(MemoryPlan(24 * GB, weights=6 * GB, budget=4 * GB))
-    for kv in (0, 1, 1, 3):
+    for kv in (0, 1, 3):
         limit.follow(kv * GB)
     assert told == [("limit", size * GB) for size in (7, 8, 10)]
     pool = 11 * GB
     limit.follow(3 * GB)
-    assert told[3:] == [("trim", 10 * GB)]
+    assert told[3:] == [("limit", 10 * GB), ("trim", 10 * GB)]
+    limit.release()
+
+
+def test_the_limit_counts_all_loaded_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the limit of a draft model alone, MLX waits for the device before each operation."""
+    told: list[int] = []
+    pool = 13 * GB
+    monkeypatch.setattr(cuda, "is_in_use", lambda: True)
+    monkeypatch.setattr(cuda, "pool_bytes", lambda: pool)
+    monkeypatch.setattr(cuda, "trim_pool", lambda size: pytest.fail(f"trimmed to {size}"))
+    monkeypatch.setattr(mx, "device_info", lambda: NVIDIA | {"free_memory": 24 * GB})
+    monkeypatch.setattr(mx, "set_memory_limit", told.append)
+    served, draft = (MemoryLimit(MemoryPlan(24 * GB, n * GB, budget=4 * GB)) for n in (6, 2))
+    served.follow(1 * GB)
+    draft.follow(2 * GB)
+    served.follow(4 * GB)
+    served.follow(4 * GB)
+    assert told == [(6 + 1 + 2 + 1) * GB, (2 + 2 + 7 + 1) * GB, *[(6 + 4 + 4 + 1) * GB] * 2]
+    draft.release()
+    pool = 7 * GB
+    served.follow(0)
+    assert told[-1] == (6 + 1) * GB
+    served.release()
 
 
 def test_weights_that_do_not_fit_leave_no_room() -> None:
