@@ -16,6 +16,7 @@ from semantic.adapters.config.sources import load_settings
 from semantic.entrypoints.bootstrap import Server, bootstrap
 from semantic.entrypoints.server import create_app
 from semantic.ports.inbound import ModelState
+from tests.no_tls import NO_TLS
 from tests.waiting import await_that
 
 
@@ -31,7 +32,8 @@ class RunningServer:
         return self.server.model_id
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=300, trust_env=False, **options)
+        usual = {"timeout": 300, "verify": NO_TLS}
+        return httpx.Client(base_url=self.url, trust_env=False, **{**usual, **options})
 
 
 def make_settings(home: Path, **overrides: Any) -> Settings:

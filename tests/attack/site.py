@@ -17,6 +17,7 @@ import httpx
 
 from tests.chaos import talk
 from tests.chaos.talk import Message, ask
+from tests.no_tls import NO_TLS
 from tests.smoke.server_process import ServerProcess, serve, serve_forked
 
 MODEL = "fake"
@@ -45,7 +46,9 @@ def make_dice(seed: int, kind: str, number: int) -> random.Random:
 def client(url: str, timeout_s: float = PATIENCE_S) -> httpx.Client:
     """A client for one server on this machine."""
     limits = httpx.Limits(max_keepalive_connections=8)
-    return httpx.Client(base_url=url, timeout=timeout_s, trust_env=False, limits=limits)
+    return httpx.Client(
+        base_url=url, timeout=timeout_s, trust_env=False, limits=limits, verify=NO_TLS
+    )
 
 
 class Server:

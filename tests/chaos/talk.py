@@ -8,6 +8,8 @@ from typing import Protocol
 
 import httpx
 
+from tests.no_tls import NO_TLS
+
 Message = dict[str, str]
 
 SYSTEM = "You are one of several agents on this machine. Be brief, be kind, be exact. " * 4
@@ -142,7 +144,9 @@ class Load:
             assert not thread.is_alive()
 
     def _talk(self, agent: Client) -> None:
-        with httpx.Client(base_url=self._url, timeout=PATIENCE_S, trust_env=False) as http:
+        with httpx.Client(
+            base_url=self._url, timeout=PATIENCE_S, trust_env=False, verify=NO_TLS
+        ) as http:
             while not self._is_stopping.is_set():
                 try:
                     agent.take_turn(http)

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -24,11 +23,11 @@ import httpx
 import psutil
 import pytest
 
+from tests.no_tls import NO_TLS
 from tests.waiting import eventually
 
 GCS_PORT, REDIS_PORT, PORT = 6390, 19101, 19100
 URL = f"http://127.0.0.1:{PORT}"
-_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # a usual one takes longer than a short turn
 WORDS = "The quick brown fox jumps over the lazy dog. " * 12
 
 
@@ -304,7 +303,7 @@ class TalkingAgent:
         path = f"{self.url}/v1/agents/{self.name}/generate"
         try:
             with (
-                httpx.Client(trust_env=False, timeout=60, verify=_NO_TLS) as http,
+                httpx.Client(trust_env=False, timeout=60, verify=NO_TLS) as http,
                 http.stream("POST", path, json=body) as reply,
             ):
                 if reply.status_code != 200:

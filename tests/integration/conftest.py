@@ -16,6 +16,7 @@ import requests
 
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from tests.http_server import RunningServer, make_settings, run_server
+from tests.no_tls import NO_TLS
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,16 @@ def http(running: RunningServer) -> Iterator[httpx.Client]:
 
 def sdk_client(sdk: Any, running: RunningServer) -> Any:
     """An official client, `openai.OpenAI` or `anthropic.Anthropic`, which checks all answers."""
-    url = f"{running.url}/v1" if sdk is openai.OpenAI else running.url
-    return sdk(base_url=url, api_key="any", max_retries=0, _strict_response_validation=True)
+    is_openai = sdk is openai.OpenAI
+    url = f"{running.url}/v1" if is_openai else running.url
+    http = (openai if is_openai else anthropic).DefaultHttpxClient(verify=NO_TLS)
+    return sdk(
+        base_url=url,
+        api_key="any",
+        max_retries=0,
+        http_client=http,
+        _strict_response_validation=True,
+    )
 
 
 @pytest.fixture

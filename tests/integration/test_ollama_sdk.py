@@ -9,6 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.http_server import RunningServer
+from tests.no_tls import NO_TLS
 
 pytestmark = pytest.mark.integration
 
@@ -25,7 +26,7 @@ class Answer(BaseModel):
 
 @pytest.fixture
 def client(running: RunningServer) -> Iterator[ollama.Client]:
-    with ollama.Client(host=running.url, trust_env=False) as made:
+    with ollama.Client(host=running.url, trust_env=False, verify=NO_TLS) as made:
         yield made
 
 

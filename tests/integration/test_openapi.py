@@ -161,7 +161,7 @@ def test_answers_are_as_documented(
         http.post("/v1/agents", json={"id": "known"})
         http.post("/v1/agents/known/generate", json={"message": "hello"})
 
-    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
     @given(case=schema[path][method].as_strategy(), is_known=st.booleans())
     def send(case: schemathesis.Case[Any], is_known: bool) -> None:
         if is_known and "response_id" in case.path_parameters:

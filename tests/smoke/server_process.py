@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from tests.no_tls import NO_TLS
 from tests.waiting import eventually
 
 
@@ -52,7 +53,8 @@ class ServerProcess:
         return self.log.read_text()
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, trust_env=False, **{"timeout": 300, **options})
+        usual = {"timeout": 300, "verify": NO_TLS}
+        return httpx.Client(base_url=self.url, trust_env=False, **{**usual, **options})
 
     def await_listening(self) -> None:
         """Read the address off the banner.

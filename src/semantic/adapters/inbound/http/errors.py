@@ -116,9 +116,20 @@ class AnthropicErrorBody(BaseModel):
     error: AnthropicErrorDetail
 
 
-def refusals(*statuses: int | str, body: Any = ErrorBody) -> dict[int | str, dict[str, Any]]:
-    """Document the error responses of an endpoint."""
-    return {status: {"model": body, "description": _MEANINGS[status]} for status in statuses}
+def refusals(
+    *statuses: int | str, body: type[BaseModel] = ErrorBody
+) -> dict[int | str, dict[str, Any]]:
+    """Document the error responses of an endpoint.
+
+    The first one defines the schema of the body. The others refer to it, because FastAPI builds a
+    validator for every model that it is given.
+    """
+    reference = {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}
+    known = {"content": {"application/json": reference}}
+    return {
+        status: {"description": _MEANINGS[status], **(known if place else {"model": body})}
+        for place, status in enumerate(statuses)
+    }
 
 
 def openai_body(error: errors.SemanticError) -> dict[str, Any]:

@@ -266,7 +266,8 @@ def _add_models(router: APIRouter, models: ModelRegistry) -> None:
 
 
 def _in_both_shapes(body: Any) -> dict[int | str, dict[str, Any]]:
-    return {200: {"model": body}, **refusals("4XX", body=ErrorBody | AnthropicErrorBody)}
+    refused = {**refusals("4XX")["4XX"], "model": ErrorBody | AnthropicErrorBody}
+    return {200: {"model": body}, "4XX": refused}
 
 
 async def _reply(
