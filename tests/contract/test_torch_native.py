@@ -29,7 +29,11 @@ from semantic.adapters.outbound.backends.torch.grouped import (
     GroupedLinear,
     GroupedWeight,
 )
-from semantic.adapters.outbound.backends.torch.kv.sequences import ChunkSpan, TorchSequence
+from semantic.adapters.outbound.backends.torch.kv.sequences import (
+    ChunkSpan,
+    KVLayout,
+    TorchSequence,
+)
 from semantic.adapters.outbound.backends.torch.loading import (
     TorchOptions,
     Weights,
@@ -136,6 +140,32 @@ def test_prompts_in_chunks_have_the_state_of_the_models_own_code(
         states.append([np.frombuffer(b.data, np.float32) for part in parts for b in part.buffers])
     for found, expected in zip(*states, strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("family", sorted(SUPPORTED))
+def test_rows_have_the_same_logits_whichever_others_are_wanted(
+    native: NativeBuild, tiny_model: GetModel, family: str
+) -> None:
+    """The last layer is computed for these rows alone: a tile of attention, single rows, none."""
+    model = tiny_model(family)
+    backend = TorchBackend(model.directory, model.spec, TorchOptions("float32", native=native))
+
+    def logits(last: list[int]) -> Any:
+        spans, offset = [], 0
+        for num_tokens in (60, 4):
+            tokens = tuple(prompt(num_tokens))
+            buffers = KVLayout(model.spec.layers).allocate(num_tokens, torch.float32)
+            sequence = TorchSequence(list(tokens), buffers=buffers)
+            spans.append(ChunkSpan(Chunk(SequenceId(0), 0, tokens), sequence, tokens, offset))
+            offset += num_tokens
+        assert backend._decoder is not None
+        return backend._decoder.step(spans, last)
+
+    known = logits([*range(64)])
+    assert not np.allclose(known[59], known[63], atol=1e-3)
+    for last in ([59, 63], [0, *range(20, 50), 62], []):
+        np.testing.assert_allclose(logits(last), known[last], atol=2e-4)
 
 
 @pytest.mark.parametrize("variant", ["avx2", "dotprod"])

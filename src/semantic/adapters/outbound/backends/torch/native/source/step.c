@@ -110,16 +110,29 @@ static void project_inputs(Step *s, Team *team, const Layer *layer) {
 
 static void head_phase(Step *s, Team *team, const float *output_norm) {
     const Model *m = s->model;
-    int i;
-    while ((i = take(team, s->num_last, 1)) >= 0) {
-        float *row = s->hidden + (size_t)s->last[i] * m->hidden;
-        add_output(s, s->last[i], output_norm);
-        normalise(row, m->norm, m->hidden, m->eps, row);
-        prepare(s->prepared, &m->head, i, s->num_last, row);
+    int row;
+    while ((row = take(team, s->num_rows, 1)) >= 0) {
+        float *x = s->hidden + (size_t)row * m->hidden;
+        add_output(s, row, output_norm);
+        normalise(x, m->norm, m->hidden, m->eps, x);
+        prepare(s->prepared, &m->head, row, s->num_rows, x);
     }
     barrier(team);
-    Input input = {s->prepared, s->num_last};
+    Input input = {s->prepared, s->num_rows};
     project(team, &m->head, 1, &input, s->logits, m->head.rows, 0);
+}
+
+/* Move the rows whose logits are wanted to the front: the last layer needs only keys and values of
+ * the others. */
+static void narrow_phase(Step *s, Team *team, int thread) {
+    const Model *m = s->model;
+    size_t stride = (m->heads + 2 * (size_t)m->kv_heads) * m->dim, hidden = m->hidden;
+    for (int i = 0; !thread && i < s->num_last; i++) {
+        size_t from = s->last[i];
+        memmove(s->inputs + i * stride, s->inputs + from * stride, stride * sizeof(float));
+        memmove(s->hidden + i * hidden, s->hidden + from * hidden, hidden * sizeof(float));
+    }
+    barrier(team);
 }
 
 /* Multiply by the last matrix of attention or of an MLP. Without a norm, add the results to `hidden`;
@@ -132,7 +145,6 @@ static void project_output(Step *s, Team *team, const Matrix *matrix, const floa
 static void step_job(void *argument, Team *team, int thread) {
     Step *s = argument;
     const Model *m = s->model;
-    Input input = {s->prepared, s->num_rows};
     const float *output_norm = NULL;
     for (int i = 0; i < m->num_layers; i++) {
         const Layer *layer = &m->layers[i];
@@ -140,6 +152,11 @@ static void step_job(void *argument, Team *team, int thread) {
         norm_phase(s, team, output_norm, layer->norm, layer->inputs);
         project_inputs(s, team, layer);
         append_phase(s, team, i);
+        if (i == m->num_layers - 1) {
+            narrow_phase(s, team, thread);
+            s = s->narrow;
+            if (!s->num_rows) return;
+        }
         attend_phase(s, team, thread, i);
         join_phase(s, team, layer);
         project_output(s, team, &layer->output, layer->output_norm);
@@ -150,6 +167,7 @@ static void step_job(void *argument, Team *team, int thread) {
             mix_experts(s, team, layer);
             continue;
         }
+        Input input = {s->prepared, s->num_rows};
         project_gated(team, &mlp->gate, &mlp->up, &m->activation, &input, s->inner, mlp->gate.rows);
         prepare_phase(s, team, &mlp->down, s->inner);
         project_output(s, team, &mlp->down, output_norm);
@@ -192,13 +210,18 @@ static Sizes largest_sizes(const Model *m, size_t num_rows) {
 
 enum { NUM_BUFFERS = 12 };
 
-/* Allocate a step's scratch memory into `buffers`; returns 1 if that fails. */
+INLINE size_t parts_size(const Step *s) {
+    return (size_t)s->num_single * part_size(s->model) * s->model->heads * s->num_shares;
+}
+
+/* Allocate the scratch memory of a step and its narrow one into `buffers`; returns 1 if that fails. */
 static int allocate_all(Step *s, size_t num_threads, void **buffers) {
     const Model *m = s->model;
     size_t n = s->num_rows, width = (size_t)m->heads * m->dim, floats = sizeof(float);
     size_t stride = width + 2 * (size_t)m->kv_heads * m->dim;
     Sizes most = largest_sizes(m, n);
-    size_t parts = s->num_single * part_size(m) * m->heads * s->num_shares;
+    size_t parts = parts_size(s);
+    raise_to(&parts, parts_size(s->narrow));
     const size_t sizes[NUM_BUFFERS] = {
         n * m->hidden * floats, n * stride * floats, n * width * floats, most.inner * floats,
         parts * floats, most.prepared, num_threads * s->scratch_size * floats,
@@ -208,37 +231,52 @@ static int allocate_all(Step *s, size_t num_threads, void **buffers) {
     };
     int failed = 0;
     for (int i = 0; i < NUM_BUFFERS; i++) failed |= !(buffers[i] = allocate(sizes[i]));
-    s->normed = buffers[0], s->inputs = buffers[1], s->attended = buffers[2], s->inner = buffers[3];
-    s->parts = buffers[4], s->prepared = buffers[5], s->scratch = buffers[6];
-    s->scores = buffers[7], s->weights = buffers[8], s->chosen = buffers[9];
-    s->routed = buffers[10], s->runs = buffers[11];
+    for (; s; s = s->narrow) {
+        s->normed = buffers[0], s->inputs = buffers[1], s->attended = buffers[2];
+        s->inner = buffers[3], s->parts = buffers[4], s->prepared = buffers[5];
+        s->scratch = buffers[6], s->scores = buffers[7], s->weights = buffers[8];
+        s->chosen = buffers[9], s->routed = buffers[10], s->runs = buffers[11];
+    }
     return failed;
 }
 
+/* Sort a step's rows for attention, and choose how many threads share the keys of a single row. */
+static void arrange(Step *s, size_t num_threads, int32_t *places) {
+    int64_t longest = 0;
+    s->tiles = places, s->single = places + 2 * s->num_rows, s->place = s->single + s->num_rows;
+    find_tiles(s);
+    for (int i = 0; i < s->num_rows; i++)
+        if (s->rows[i].position + 1 > longest) longest = s->rows[i].position + 1;
+    int pieces = (int)((longest + KEYS - 1) / KEYS), items = s->num_single + s->num_tiles;
+    int wanted = items ? (int)(8 * num_threads) / (items * s->model->kv_heads) : 1;
+    s->num_shares = wanted < 1 ? 1 : wanted < pieces ? wanted : pieces;
+}
+
 /* Run a model over rows; `hidden` has their embeddings and is overwritten. The cosines and sines are
- * [RoPE, row, dim]. `last` has no row twice. Returns 0, or 1 if memory allocation fails. */
+ * [RoPE, row, dim]. `last` ascends. Returns 0, or 1 if memory allocation fails. */
 int semantic_step(const Model *model, const Row *rows, int num_rows, const float *cos,
                   const float *sin, const int32_t *last, int num_last, float *hidden,
                   float *logits, int threads) {
-    int64_t longest = 0;
-    size_t n = num_rows, num_threads = limit_threads(threads);
+    size_t n = num_rows, num_kept = num_last, num_threads = limit_threads(threads);
     void *buffers[NUM_BUFFERS];
-    for (int i = 0; i < num_rows; i++)
-        if (rows[i].position + 1 > longest) longest = rows[i].position + 1;
-    Step s = {.model = model, .rows = rows, .cos = cos, .sin = sin, .last = last};
-    s.hidden = hidden, s.logits = logits, s.num_rows = num_rows, s.num_last = num_last;
-    s.tiles = allocate(4 * n * sizeof(int32_t));
-    if (!s.tiles) return 1;
-    s.single = s.tiles + 2 * n, s.place = s.single + n;
-    find_tiles(&s);
-    int pieces = (int)((longest + KEYS - 1) / KEYS);
-    int wanted = (int)(8 * num_threads) / ((s.num_single + s.num_tiles) * model->kv_heads);
-    s.num_shares = wanted < 1 ? 1 : wanted < pieces ? wanted : pieces;
-    s.scratch_size = attention_scratch(model);
-    int failed = allocate_all(&s, num_threads, buffers);
-    if (!failed) run_job(step_job, &s, threads);
-    for (int i = 0; i < NUM_BUFFERS; i++) release(buffers[i]);
-    release(s.tiles);
+    int32_t *places = allocate(4 * (n + num_kept) * sizeof(int32_t));
+    Row *kept = allocate(num_kept * sizeof(Row));
+    int failed = !places || !kept;
+    if (!failed) {
+        for (int i = 0; i < num_last; i++) kept[i] = rows[last[i]];
+        Step s = {.model = model, .rows = rows, .cos = cos, .sin = sin, .last = last};
+        s.hidden = hidden, s.logits = logits, s.num_rows = num_rows, s.num_last = num_last;
+        s.scratch_size = attention_scratch(model);
+        Step narrow = s;
+        narrow.rows = kept, narrow.num_rows = num_last, s.narrow = &narrow;
+        arrange(&s, num_threads, places);
+        arrange(&narrow, num_threads, places + 4 * n);
+        failed = allocate_all(&s, num_threads, buffers);
+        if (!failed) run_job(step_job, &s, threads);
+        for (int i = 0; i < NUM_BUFFERS; i++) release(buffers[i]);
+    }
+    release(kept);
+    release(places);
     return failed;
 }
 

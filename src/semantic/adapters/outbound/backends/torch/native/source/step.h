@@ -49,7 +49,7 @@ typedef struct {
 
 /* A step's inputs and scratch memory. Rows that follow each other in a sequence form tiles, whose
  * keys are read once for all of them; others are single rows. */
-typedef struct {
+typedef struct Step {
     const Model *model;
     const Row *rows;
     const float *cos, *sin; /* of each row, once for each RoPE */
@@ -68,6 +68,7 @@ typedef struct {
     Routed *routed; /* sorted by expert */
     Run *runs;
     int32_t num_runs;
+    struct Step *narrow; /* of the rows at `last` alone, from the last layer's attention on */
 } Step;
 
 enum { KEYS = 128 }; /* keys of a single row in one piece */
