@@ -141,14 +141,15 @@ _Key: TypeAlias = tuple[str, str]  # tenant, digest of the conversation
 
 
 class _Tails:
-    """Index of known conversations by their last tokens.
+    """Index of known conversations by their lengths and last tokens.
 
-    A lookup takes time linear in the prompt, however many conversations are known. The owner's lock
-    guards changes; `places` needs no lock.
+    A lookup takes time linear in the prompt or in the number of different lengths, whichever is
+    less. The owner's lock guards changes; `places` needs no lock.
     """
 
     def __init__(self) -> None:
         self._lengths: dict[bytes, Counter[int]] = {}  # lengths of conversations, by tail
+        self._ends: Counter[int] = Counter()  # lengths of conversations, of all tails
         self._last: Counter[int] = Counter()  # the last token of each tail
         self._sizes: Counter[int] = Counter()  # sizes of tails in bytes
         self._unknown: dict[int, None] = {}  # lengths of conversations whose tokens are not stored
@@ -161,6 +162,7 @@ class _Tails:
                 del self._unknown[next(iter(self._unknown))]
             return
         self._lengths.setdefault(tail, Counter())[ending.num_tokens] += 1
+        self._ends[ending.num_tokens] += 1
         self._last[_last_token(tail)] += 1
         self._sizes[len(tail)] += 1
 
@@ -172,14 +174,17 @@ class _Tails:
         _decrease(lengths := self._lengths[tail], ending.num_tokens)
         if not lengths:
             del self._lengths[tail]
+        _decrease(self._ends, ending.num_tokens)
         _decrease(self._last, _last_token(tail))
         _decrease(self._sizes, len(tail))
 
     def places(self, tokens: Sequence[int], packed: bytes, num_head: int) -> list[int]:
         """Return, in ascending order, the lengths above `num_head` where a conversation may end."""
         places = {length for length in tuple(self._unknown) if num_head < length <= len(tokens)}
-        last, sizes = self._last, tuple(self._sizes)
-        for at in [at for at, token in enumerate(tokens, 1) if token in last and at > num_head]:
+        ends, last, sizes = self._ends, self._last, tuple(self._sizes)
+        above = range(num_head + 1, len(tokens) + 1)
+        some = tuple(ends) if len(ends) < len(above) else above
+        for at in [at for at in some if at in above and at in ends and tokens[at - 1] in last]:
             end = at * TOKEN_BYTES
             tails = (packed[max(0, end - size) : end] for size in sizes)
             if any(at in self._lengths.get(tail, ()) for tail in tails):

@@ -98,6 +98,29 @@ def test_sub_agents_under_one_session_are_distinguished_by_their_heads(town: Tow
     assert town.talk([4, 5, 6, 10, 11, 12], [13], hint) == helper
 
 
+class ReadTokens(list[int]):
+    """Tokens that count how often they are read."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_read += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, place: Any) -> Any:
+        self.num_read += isinstance(place, int)
+        return super().__getitem__(place)
+
+
+def test_a_long_prompt_is_compared_only_where_a_conversation_ended(town: Town) -> None:
+    first = town.talk([*HEAD, *[7] * 5000], [7])
+    others = [town.talk([*HEAD, 8, *[7] * number], [7]) for number in range(4)]
+    prompt = ReadTokens([*HEAD, *[7] * 20_000])  # every token is one that a conversation ended with
+    assert town.who(prompt).agent_id == first
+    assert first not in others
+    assert prompt.num_read <= len(prompt) + 5  # they are packed, each once
+
+
 ON = ([*HEAD, 10], 11), ([*HEAD, 10, 11, 20], 21), ([*HEAD, 10, 11, 20, 21, 30], 31)
 
 
