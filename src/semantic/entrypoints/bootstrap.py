@@ -137,6 +137,7 @@ def bootstrap(settings: Settings) -> Server:
     inference.limits = access.limits
     memory.listen(inference.note_remote_turn)
     cache = CacheService(memory.served.get, memory.agents, device, watch, feed, memory.disk)
+    memory.survey = cache.count_sharing
     metrics.register_server(cache, watch, functools.partial(getattr, device, "state"))
     lanes = TurnLanes(max_waiting=max_waiting, timeout_s=timeout_s)
     runtime = Runtime(settings.runtime, device, models, memory.disk, memory.resize, set_log_level)

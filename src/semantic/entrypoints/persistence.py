@@ -57,6 +57,7 @@ class AgentMemory:
     Attributes:
         disk: Writes and reads blocks; None with durability `none`.
         served: The block store of the served model and its upkeep.
+        survey: See `Upkeep`.
     """
 
     def __init__(self, settings: Settings, telemetry: TelemetryPort | None = None) -> None:
@@ -77,6 +78,7 @@ class AgentMemory:
         self._files: SafetensorsCache | None = None
         self.disk: DiskTier | None = None
         self.served = ServedCache()
+        self.survey: Callable[[], None] = lambda: None
         self._formats = StoredFormats()
         directory = settings.effective_cache_dir if settings.durability != "none" else None
         cipher = load_cipher(settings.encryption_key_file, settings.encryption_key_command)
@@ -248,7 +250,7 @@ class AgentMemory:
                 files=self._files,
                 orphan_ttl_s=settings.orphan_ttl_h * 3600,
             )
-            upkeep.shared = self._shared_blocks
+            upkeep.shared, upkeep.survey = self._shared_blocks, self.survey
             upkeep.trim_memory = host_memory.trim
             upkeep.formats = self._formats
             self.served.loaded = ModelCache(store, upkeep)

@@ -1,6 +1,8 @@
 """The KV cache for operators: statistics, and operations on demand."""
 
 import contextlib
+import functools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +21,7 @@ from semantic.application.cache.writer import DiskTier
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.domain.agents import Agent, Pointer, Principal, Tier, Turn
 from semantic.domain.blocks import BlockName
-from semantic.domain.errors import ModelSwapError
+from semantic.domain.errors import ModelSwapError, SemanticError
 from semantic.domain.pool import PoolUsage
 from semantic.ports.backend import DeviceMemory
 from semantic.ports.inbound import CacheOverview, CheckProgress, StateView
@@ -29,6 +31,8 @@ _CLOSE_TIMEOUT_S = 5.0
 # Unless it is quick, computing `Sharing` is repeated only after this many times its own duration.
 _SHARING_COST = 50
 _QUICK_S = 0.05
+_MAX_AGE_S = 30.0  # until then, an older result is returned while the next one is computed
+_BATCH, _PAUSE_S = 256, 0.005  # agents between two pauses in the background
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,56 @@ class Sharing:
     disk_bytes: int = 0
 
 
+class RecentSharing:
+    """The latest `Sharing`: computed at each request if that is quick, else now and then.
+
+    A result that is due is replaced in the background; requests wait only for the first one, and
+    for one that would be older than `_MAX_AGE_S`. Thread-safe.
+    """
+
+    def __init__(self, read: Callable[[Callable[[], None]], Sharing]) -> None:
+        """`read` calls its argument regularly, which may pause."""
+        self._read = read
+        self._reading = threading.Lock()
+        self._is_awaited = threading.Event()  # ends the pauses of a computation
+        self._latest = Sharing()
+        self._due = self._too_old = 0.0  # by the monotonic clock
+
+    def get(self) -> Sharing:
+        now = time.monotonic()
+        if now < self._due:
+            return self._latest
+        if now < self._too_old:
+            if not self._reading.locked():
+                work = self._refresh_later
+                threading.Thread(target=work, name="semantic-sharing", daemon=True).start()
+            return self._latest
+        self._is_awaited.set()
+        return self.refresh(0.0)
+
+    def refresh(self, pause_s: float) -> Sharing:
+        """Compute it, unless another thread has done so meanwhile; waits for that thread."""
+        with self._reading:
+            self._is_awaited.clear()
+            if time.monotonic() >= self._due:
+                started = time.thread_time()
+                latest = self._read(functools.partial(self._pause, pause_s))
+                elapsed, now = time.thread_time() - started, time.monotonic()
+                is_quick = elapsed < _QUICK_S
+                self._latest = latest
+                self._due = 0.0 if is_quick else now + elapsed * _SHARING_COST
+                self._too_old = 0.0 if is_quick else max(now + _MAX_AGE_S, self._due)
+            return self._latest
+
+    def _refresh_later(self) -> None:
+        with contextlib.suppress(SemanticError):  # a request reports it once the result is too old
+            self.refresh(_PAUSE_S)
+
+    def _pause(self, seconds: float) -> None:
+        if seconds:
+            self._is_awaited.wait(seconds)
+
+
 class _Reach:
     """Walks back from the heads of agents, visiting a shared block only once."""
 
@@ -143,8 +197,7 @@ class CacheService:
         self._watch = watch
         self._feed = feed
         self._disk = disk
-        self._sharing = Sharing()
-        self._sharing_due = 0.0
+        self._sharing = RecentSharing(self._read_sharing)
 
     def state(self, agent: Agent) -> StateView:
         """Return where an agent's KV cache is; an empty view while no model is loaded."""
@@ -229,33 +282,35 @@ class CacheService:
     def sharing(self) -> Sharing:
         """Return how much state all agents reach and share, and how much is on disk.
 
-        With many agents the result may be some seconds old, which bounds the cost of polling.
+        With many agents the result may be `_MAX_AGE_S` old, which bounds the cost of polling.
         """
-        cache = self._cache()
-        if time.monotonic() >= self._sharing_due:
-            started = time.thread_time()
-            self._sharing = self._read_sharing(cache)
-            elapsed = time.thread_time() - started
-            is_quick = elapsed < _QUICK_S
-            self._sharing_due = 0.0 if is_quick else time.monotonic() + elapsed * _SHARING_COST
-        return self._sharing
+        self._cache()  # raises if no model is loaded
+        return self._sharing.get()
 
-    def _read_sharing(self, cache: ModelCache) -> Sharing:
+    def count_sharing(self) -> None:
+        """Count what `sharing` returns beforehand; pauses often, to leave requests the CPU."""
+        self._sharing.refresh(_PAUSE_S)
+
+    def _read_sharing(self, pause: Callable[[], None]) -> Sharing:
+        cache = self._cache()
         nodes = cache.store.nodes()
         files = [part.nbytes for node in nodes for part in tuple(node.files.values())]
         reach = _Reach(nodes)
         logical, tiers = 0, Counter(dict.fromkeys(Tier, 0))
         agents = self._agents.recent()
-        for agent, place in zip(agents, self._agents.places(agents), strict=True):
-            pointer = place.pointer
-            first, nbytes = reach.back_from(pointer.block) if pointer else (None, 0)
-            logical += nbytes
-            if pointer and cache.upkeep.is_lost(agent, pointer):
-                tiers[Tier.COLD] += 1  # a prefix shared with other agents is not looked up here
-            elif pointer and first and first.parent == pointer.root:
-                tiers[tier_of(first)] += 1
-            else:  # the last blocks were evicted: find the remaining prefix by its tokens
-                tiers[cache.upkeep.footprint(agent).tier] += 1
+        for start in range(0, len(agents), _BATCH):
+            pause()
+            some = agents[start : start + _BATCH]
+            for agent, place in zip(some, self._agents.places(some), strict=True):
+                pointer = place.pointer
+                first, nbytes = reach.back_from(pointer.block) if pointer else (None, 0)
+                logical += nbytes
+                if pointer and cache.upkeep.is_lost(agent, pointer):
+                    tiers[Tier.COLD] += 1  # a prefix shared with other agents is not looked up here
+                elif pointer and first and first.parent == pointer.root:
+                    tiers[tier_of(first)] += 1
+                else:  # the last blocks were evicted: find the remaining prefix by its tokens
+                    tiers[cache.upkeep.footprint(agent).tier] += 1
         return Sharing(logical, reach.num_bytes, dict(tiers), len(files), sum(files))
 
     def running(self, principal: Principal) -> list[RunningTurn]:

@@ -46,6 +46,7 @@ class Upkeep:
 
     Attributes:
         shared: Block parts that several servers share; None on a single server.
+        survey: Counts blocks and agents for reports, once the index is there.
         trim_memory: Returns freed memory to the operating system.
         formats: The models and formats that computed the stored blocks.
     """
@@ -77,6 +78,7 @@ class Upkeep:
         self._backed_up_at = now()
         self._failures: dict[_Work, str] = {}
         self.shared: SharedBlocksPort | None = None
+        self.survey: Callable[[], None] = lambda: None
         self.trim_memory: Callable[[], None] = lambda: None
         self.formats = StoredFormats()
 
@@ -232,6 +234,7 @@ class Upkeep:
         self._guarded("pinning", self.refresh_pins)
         self._interval_s, self._backed_up_at = interval_s, self._now()
         first = {"warming up": self.warm_up}
+        first["counting blocks"] = self.survey
         if not is_index_lost:
             first["reading the index"] = functools.partial(self.reconcile, _SCAN_PAUSE_S)
         self._thread = threading.Thread(
