@@ -5,6 +5,7 @@ model over one dense batch of equal lengths, without a server.
 
     python -m benchmarks.bench_mlx_decode                                   # small, any machine
     python -m benchmarks.bench_mlx_decode --shape llama-8b --lengths 4096x8 32768,2048x7
+    python -m benchmarks.bench_mlx_decode --shape llama-8b --formats 4-bit 8-bit mxfp4
 """
 
 import argparse
@@ -24,12 +25,18 @@ import mlx.core as mx  # noqa: E402 - after the BLAS it is to use
 
 from semantic.adapters.outbound.backends.mlx.backend import MlxBackend  # noqa: E402
 from semantic.adapters.outbound.backends.mlx.cuda import tuning  # noqa: E402
+from semantic.adapters.outbound.backends.mlx.device_limits import (  # noqa: E402
+    MemoryLimit,
+    MemoryPlan,
+    device_total,
+)
 from semantic.adapters.outbound.backends.mlx.loading import MlxModel, choose_device  # noqa: E402
 
 SHAPES = {
     "tiny": (256, 8, 512, 8, 2, 1000, "float32"),
     "llama-8b": (4096, 32, 14336, 32, 8, 128_256, "bfloat16"),
 }
+FORMATS = {"4-bit": (64, 4, "affine"), "8-bit": (64, 8, "affine"), "mxfp4": (32, 4, "mxfp4")}
 GREEDY = Draw(SamplingParams(temperature=0, seed=0), num_prompt=1)
 PREFILL = 2048
 
@@ -53,8 +60,8 @@ def llama_config(
     }
 
 
-def make_model(shape: str) -> MlxModel:
-    """Create a Llama with random weights."""
+def make_model(shape: str, packed: str = "") -> MlxModel:
+    """Create a Llama with random weights, quantised if a key of `FORMATS` is given."""
     hidden, layers, inner, heads, kv_heads, vocab, dtype = SHAPES[shape]
     config = llama_config(hidden, layers, inner, heads, kv_heads, vocab)
     llama = runtime.import_library("mlx_lm.models.llama")
@@ -70,6 +77,10 @@ def make_model(shape: str) -> MlxModel:
             model.parameters(),
         )
     )
+    if packed:
+        group_size, bits, mode = FORMATS[packed]
+        nn = runtime.import_library("mlx.nn")
+        nn.quantize(model, group_size=group_size, bits=bits, mode=mode)
     mx.eval(model.parameters())
     return MlxModel(
         model, ModelCacheSpec.from_config(config), lambda: list(cache.make_prompt_cache(model))
@@ -168,43 +179,58 @@ def parse(lengths: str) -> list[int]:
     return parsed
 
 
+def make_backend(shape: str, packed: str = "") -> MlxBackend:
+    """Make a backend as a model is loaded."""
+    tuned = make_model(shape, packed)
+    tuning.tune(tuned.model)
+    return MlxBackend(tuned)
+
+
 def measure(report: Report) -> None:
-    """Measure both loops, interleaved, for each set of lengths."""
+    """Measure all loops, interleaved, for each set of lengths."""
     options = report.options
     choose_device(options.device)
     loaded = make_model(options.shape)
-    tree_flatten = runtime.import_library("mlx.utils").tree_flatten
-    weight_bytes = sum(w.nbytes for _, w in tree_flatten(loaded.model.parameters()))
+    weight_bytes = loaded.num_bytes
+    counted = MemoryLimit(MemoryPlan(device_total(0), weight_bytes))  # beside the served models
     itemsize = loaded.model.model.norm.weight.dtype.size
     token_bytes = loaded.spec.bytes_per_context(1, bits=8 * itemsize)
     speed = bandwidth(SHAPES[options.shape][-1])
-    tuned = make_model(options.shape)
-    tuning.tune(tuned.model)  # as a model is loaded
-    backend = MlxBackend(tuned)
+    backends = {name: make_backend(options.shape, name) for name in ("", *options.formats)}
     report.settings.update(shape=options.shape, weight_gb=weight_bytes / 1e9)
     report.add("memory's speed", speed / 1e9, "GB/s")
     for given in options.lengths:
         lengths = parse(given)
         # Of unlike lengths, the dense batch that reads as many bytes.
         average = sum(lengths) // len(lengths)
-        plain, ours = timed(
-            bare(loaded, len(lengths), average), served(backend, lengths), num_steps=options.steps
+        steps = [served(backend, lengths) for backend in backends.values()]
+        plain, ours, *others = timed(
+            bare(loaded, len(lengths), average), *steps, num_steps=options.steps
         )
-        for row in range(len(lengths)):
-            backend.close_sequence(SequenceId(row))
+        for backend in backends.values():
+            for row in range(len(lengths)):
+                backend.close_sequence(SequenceId(row))
         mx.clear_cache()
         num_bytes = weight_bytes + sum(lengths) * token_bytes
         report.add(f"{given}, bare", plain * 1e3, "ms")
         report.add(f"{given}, served", ours * 1e3, "ms")
         report.add(f"{given}, served / bare", ours / plain)
         report.add(f"{given}, share of the memory's speed", 100 * num_bytes / ours / speed, "%")
-    backend.shutdown()
+        for name, taken in zip(options.formats, others, strict=True):
+            report.add(f"{given}, {name}", taken * 1e3, "ms")
+            report.add(f"{given}, served / {name}", ours / taken)
+    counted.release()
+    for backend in backends.values():
+        backend.shutdown()
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's options."""
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--lengths", nargs="+", default=["256x1", "256x4", "900,200x3"])
+    parser.add_argument(
+        "--formats", nargs="*", choices=FORMATS, default=[], help="also quantised weights"
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
