@@ -2,7 +2,7 @@
 
 1. `device.py` reports whether CUDA is in use; `weights.py` reads weights through pinned memory.
 2. `tuning.py` fuses and replaces layers of a loaded model; `linear.py` multiplies a few rows, and
-   `quantised/` by quantised weights.
+   `quantised/` by quantised weights; `recurrent.py` computes Mamba 2's recurrence.
 3. `prompts.py` pads prompts to lengths that have an attention plan: a new length costs 80 ms.
 4. In a decode step, `decode.py` plans the calls of `attention.py`, whose kernel also applies norms
    and RoPE and stores keys and values, as `rope.py` describes.

@@ -18,6 +18,7 @@ from semantic.adapters.outbound.backends.mlx.caches import Array
 from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_attention
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda import linear as cuda_linear
+from semantic.adapters.outbound.backends.mlx.cuda import recurrent as cuda_recurrent
 from semantic.adapters.outbound.backends.mlx.cuda import rope as cuda_rope
 from semantic.adapters.outbound.backends.mlx.cuda.linear import (
     MAX_ROWS,
@@ -54,6 +55,7 @@ def tune(model: Any, device_bytes: int = 0) -> str:
         widen(model, device_total(device_bytes))
     if cuda.is_in_use():
         cuda_linear.mend_experts(model)
+        cuda_recurrent.use_custom_recurrence()
         cuda_linear.join_linears(model)
     if cuda.is_available():
         wrong = cuda_quantised.find_wrong_formats(model)
