@@ -60,7 +60,7 @@ def tune(model: Any, device_bytes: int = 0) -> str:
     if cuda.is_available():
         wrong = cuda_quantised.find_wrong_formats(model)
         cuda_linear.use_custom_linears(model)
-        cuda_quantised.use_custom_linears(model, wrong)
+        cuda_quantised.use_custom_linears(model, wrong, device_total(device_bytes))
         use_custom_layers(model, wrong)
         if wrong:
             formats = ", ".join(sorted(map(str, wrong)))

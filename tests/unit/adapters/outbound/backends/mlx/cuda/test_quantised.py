@@ -3,6 +3,7 @@
 The kernel itself where there is a GPU for it; what models compute is in the contract suite.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,12 +152,47 @@ def compare(
     assert error.item() < (1e-2 if is_normed else 4e-3)  # of the output's own rounding
 
 
-def test_more_rows_are_the_librarys() -> None:
+@pytest.mark.parametrize("is_expanded", [False, True])
+def test_more_rows_are_multiplied_without_the_kernel(is_expanded: bool) -> None:
     matrix = matrix_of(mx.random.normal((32, 256)), 4, 64, "affine")
+    matrix = replace(matrix, is_expanded=is_expanded)
     given, added = mx.random.normal((40, 1, 256)), mx.random.normal((16,))
     found = quantised.multiply(given, matrix, added=added, is_gated=True)
     gate, passed = mx.split(given @ dequantised(matrix).T, 2, axis=-1)
     assert mx.allclose(found, gate * mx.sigmoid(gate) * passed + added, atol=1e-3).item()
+
+
+@pytest.mark.parametrize("form", [(4, 64, "affine"), (4, 32, "mxfp4")])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_a_layer_chooses_by_rows_and_by_the_devices_memory(
+    form: tuple[int, int, str], dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short prompt is a few rows; many rows need memory for the dequantised matrix."""
+    calls: list[tuple[int, ...]] = []
+
+    def multiply(given: Any, matrix: Any, added: Any = None) -> Any:
+        calls.append(given.shape)
+        out = given @ dequantised(matrix).T.astype(given.dtype)
+        return out if added is None else out + added
+
+    monkeypatch.setattr(quantised, "multiply", multiply)
+    bits, group, mode = form
+    for device_bytes, is_expanded in ((64 * 2 * 16 * 256, True), (64 * 2 * 16 * 256 - 1, False)):
+        model = nn.Module()
+        layer = nn.Linear(256, 16)
+        layer.set_dtype(dtype)
+        model.layer = layer.to_quantized(group_size=group, bits=bits, mode=mode)
+        quantised.use_custom_linears(model, (), device_bytes)
+        assert quantised.QuantisedMatrix.of(model.layer).is_expanded == is_expanded
+        weight = dequantised(quantised.QuantisedMatrix.of(model.layer))
+        for num_tokens, expected_calls in ((8, [(8, 1, 256)]), (33, [])):
+            given = mx.random.normal((1, num_tokens, 256)).astype(dtype)
+            found = model.layer(given)
+            expected = given.astype(mx.float32) @ weight.T + model.layer.bias
+            assert calls == expected_calls
+            calls.clear()
+            assert found.dtype == dtype
+            assert mx.allclose(found, expected, rtol=0.05, atol=0.05).item()
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 6])
