@@ -111,10 +111,32 @@ def test_logits_are_hugging_faces(mlx_model: GetModel, family: str) -> None:
     backend.shutdown()
 
 
+def test_the_recurrence_for_cuda_gives_hugging_faces_logits(
+    mlx_model: GetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks of all sizes, beside another sequence, batched and restored."""
+    from semantic.adapters.outbound.backends.mlx.cuda.recurrent import update_state
+
+    model = mlx_model("falcon-h1")
+    library = runtime.import_library("mlx_lm.models.falcon_h1")
+    monkeypatch.setattr(library, "ssm_update", update_state)
+    backend, tokens = make_mlx(model), prompt(60)
+    check_restored(backend)
+    for seq in (0, 1):
+        backend.close_sequence(SequenceId(seq))
+    check_logprobs(backend, tokens, library_logprobs(model, tokens), 5e-3)
+    backend.shutdown()
+
+
 @pytest.mark.parametrize("family", sorted(set(ALL_FAMILIES) - set(MLX_FAMILIES)))
 def test_families_that_differ_in_arithmetic_alone(mlx_model: GetModel, family: str) -> None:
-    """Batched equals alone, and restored equals computed."""
     backend = make_mlx(mlx_model(family))
+    check_restored(backend)
+    backend.shutdown()
+
+
+def check_restored(backend: ModelBackendPort) -> None:
+    """Batched equals alone, and restored equals computed."""
     prompts = [prompt(n, seed=n) for n in (1, 9, 30)]
     alone = check_batch(backend, prompts)
     runs = [begin(backend, 100 + n, tokens) for n, tokens in enumerate(prompts)]
@@ -122,7 +144,6 @@ def test_families_that_differ_in_arithmetic_alone(mlx_model: GetModel, family: s
     runs = [restored(run, 200 + n) for n, run in enumerate(runs)]
     finish(runs)
     assert [run.reply for run in runs] == alone
-    backend.shutdown()
 
 
 # -- a step ahead -------------------------------------------------------------------------------
