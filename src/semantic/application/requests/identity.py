@@ -11,7 +11,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from semantic.application.agents.ledger import AgentLedger, as_anonymous
 from semantic.domain.agents import Agent, Turn, check_agent_id
@@ -20,9 +20,10 @@ from semantic.domain.chat import AgentHint
 from semantic.domain.errors import AgentNotFoundError, CachePersistenceError, InvalidRequestError
 from semantic.ports.sharing import AgentLeasesPort, Lease
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 0.3  # a request that just ended on another server may not have released its agent yet
-_MAX_ENDINGS = 20_000  # 15 MB; a conversation that ended before them becomes a new agent
+_MAX_ENDINGS = 20_000  # 18 MB; a conversation that ended before them becomes a new agent
 _TAIL_TOKENS = 8  # last tokens of a conversation, compared before a prefix is hashed
 _MAX_UNKNOWN = 256  # latest lengths kept of conversations whose last tokens are unknown
 _MAX_ALIKE = 256  # agents remembered for one identical conversation
@@ -148,8 +149,8 @@ class _Tails:
     """
 
     def __init__(self) -> None:
-        self._lengths: dict[bytes, Counter[int]] = {}  # lengths of conversations, by tail
-        self._ends: Counter[int] = Counter()  # lengths of conversations, of all tails
+        self._known: Counter[tuple[bytes, int]] = Counter()  # tail and length of conversations
+        self._ends: Counter[int] = Counter()  # their lengths
         self._last: Counter[int] = Counter()  # the last token of each tail
         self._sizes: Counter[int] = Counter()  # sizes of tails in bytes
         self._unknown: dict[int, None] = {}  # lengths of conversations whose tokens are not stored
@@ -161,7 +162,7 @@ class _Tails:
             if len(self._unknown) > _MAX_UNKNOWN:
                 del self._unknown[next(iter(self._unknown))]
             return
-        self._lengths.setdefault(tail, Counter())[ending.num_tokens] += 1
+        self._known[tail, ending.num_tokens] += 1
         self._ends[ending.num_tokens] += 1
         self._last[_last_token(tail)] += 1
         self._sizes[len(tail)] += 1
@@ -171,9 +172,7 @@ class _Tails:
         if not tail:
             self._unknown.pop(ending.num_tokens, None)
             return
-        _decrease(lengths := self._lengths[tail], ending.num_tokens)
-        if not lengths:
-            del self._lengths[tail]
+        _decrease(self._known, (tail, ending.num_tokens))
         _decrease(self._ends, ending.num_tokens)
         _decrease(self._last, _last_token(tail))
         _decrease(self._sizes, len(tail))
@@ -187,7 +186,7 @@ class _Tails:
         for at in [at for at in some if at in above and at in ends and tokens[at - 1] in last]:
             end = at * TOKEN_BYTES
             tails = (packed[max(0, end - size) : end] for size in sizes)
-            if any(at in self._lengths.get(tail, ()) for tail in tails):
+            if any((tail, at) in self._known for tail in tails):
                 places.add(at)
         return sorted(places)
 
@@ -196,7 +195,7 @@ def _last_token(tail: bytes) -> int:
     return unpack_tokens(tail[-TOKEN_BYTES:])[0]
 
 
-def _decrease(counts: Counter[int], key: int) -> None:
+def _decrease(counts: Counter[_T], key: _T) -> None:
     counts[key] -= 1
     if not counts[key]:
         del counts[key]
