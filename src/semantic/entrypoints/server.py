@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import uvicorn
 from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware.cors import CORSMiddleware
 
 from semantic import __version__
@@ -99,12 +100,14 @@ def create_app(server: Server) -> FastAPI:
     mcp = McpLoader(functools.partial(_make_mcp, server))
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         server.start()
         recording = asyncio.create_task(server.history.run())
+        preparing = asyncio.create_task(run_in_threadpool(_prepare_routes, app))
         async with mcp.serving():
             yield
         recording.cancel()
+        preparing.cancel()
         server.request_stop()
         _await_device(server)
         _close_memory(server)
@@ -147,6 +150,13 @@ def create_app(server: Server) -> FastAPI:
     app.router.routes.append(mcp.route)
     _add_middleware(app, server)
     return app
+
+
+def _prepare_routes(app: FastAPI) -> None:
+    """Build the routes, which FastAPI would do at a first request, while others wait for 0.2 s."""
+    nothing = {"type": "http", "method": "GET", "path": "/-", "root_path": "", "headers": []}
+    for route in app.router.routes:
+        route.matches(nothing)
 
 
 def _image_reader(server: Server) -> ImageReader:
@@ -353,7 +363,8 @@ def _serve(server: Server) -> int:
     tls = _tls_context(settings)
     listener = _listen(settings.host, settings.port, connections)
     port = listener.getsockname()[1]
-    url = f"{'https' if tls else 'http'}://{_url_host(settings.host)}:{port}"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"{'https' if tls else 'http'}://{host}:{port}"
     server.memory.announce(url.replace("//0.0.0.0:", f"//{LOOPBACK}:").replace("[::]", "[::1]"))
     config = _HttpConfig(
         create_app(server),
@@ -486,7 +497,3 @@ def _greeting(port: int) -> str:
         return ""
     finally:
         connection.close()
-
-
-def _url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
