@@ -49,9 +49,10 @@ $(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
 	$(FETCH_STARTER)
 	@touch $@
 
+# Modules are compiled when they are imported first, which two of three never are.
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "==> installing the server and what the checks need; the first time takes a few minutes"
-	@$(PIP) install --progress-bar on -c constraints.txt -e '.[torch,mlx,dev]' || $(INSTALL_FAILED)
+	@$(PIP) install --no-compile --progress-bar on -c constraints.txt -e '.[torch,mlx,dev]' || $(INSTALL_FAILED)
 	$(FETCH_STARTER)
 	@touch $(VENV)/.serve $@
 
@@ -85,7 +86,7 @@ SLOW = $(shell grep -rl --include='test_*.py' 'mark\.slow' tests)
 COVERAGE ?=
 
 # Test processes and servers import the same files; compiling all of them again takes longer than most tests.
-test test-slow: export PYTHONDONTWRITEBYTECODE :=
+serve test test-slow typecheck docs-check: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: test test-slow
 test: $(VENV)/.dev ## run the tests, without the slow ones, in JOBS (2) processes; some: make test ARGS="-k fork"

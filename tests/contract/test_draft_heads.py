@@ -29,13 +29,15 @@ from tests.contract.head_models import (
     write_head_model,
 )
 from tests.contract.models import TinyModel
-from tests.contract.test_draft_models import NUM_REPLY, SEEDED, make_job
+from tests.contract.test_draft_models import SEEDED, make_job
 from tests.unit.application.engine_rig import EngineRig
 
 pytestmark = pytest.mark.contract
 
 # How much the layers add: nothing, so that the head is always right; little; and as much as usual.
 ALWAYS, MOSTLY, RARELY = 0.0, 0.004, 1.0
+
+NUM_REPLY = 16  # two blocks, and several drafts
 
 # Each family on each backend.
 BACKENDS = ("torch", "mlx")
@@ -147,7 +149,7 @@ def test_replies_are_those_of_plain_decoding(
     if share == RARELY:
         assert sum(usage.rejected_prediction_tokens for usage in usages) > 0
     else:
-        assert sum(usage.accepted_by_source.get("mtp", 0) for usage in usages) > 8
+        assert sum(usage.accepted_by_source.get("mtp", 0) for usage in usages) > 4
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
