@@ -12,6 +12,7 @@ head. At load, the logits of the library must agree with its tokens.
 
 import ctypes
 import functools
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -208,17 +209,17 @@ class LoopKernel:
         """
         count, num_seqs = len(draws), len(draws[0])
         ends = {row.number: (place, row.position) for place, row in enumerate(rows)}
-        given = [(row.number, row.position, row.token, 0) for row in rows]
-        numbers = [(draw.temperature, draw.point) for step in draws for draw in step]
-        is_sampled = any(draw.temperature > 0 for step in draws for draw in step)
+        given = [n for row in rows for n in (row.number, row.position, row.token, 0)]
+        given += [n for number in range(num_seqs) for n in ends[number]]
+        wanted = [draw for step in draws for draw in step]
+        given += _bits([n for draw in wanted for n in (draw.temperature, draw.point)])
+        is_sampled = any(draw.temperature > 0 for draw in wanted)
         (tokens,) = _kernel(self.sizes, self._num_tiles)(
             inputs=[
                 self._weights,
                 table,
                 self._angles,
-                mx.array(given, mx.int32),
-                mx.array([ends[n] for n in range(num_seqs)], mx.int32),
-                mx.array(numbers, mx.float32),
+                mx.array(given, mx.int32),  # one array, since each takes the host time
                 self._latest,  # so that this launch follows the one before
                 self._buffers,
                 self._floats,
@@ -257,7 +258,7 @@ def _kernel(sizes: LoopSizes, num_tiles: int) -> Kernel:
     lines = [f"constexpr int {name} = {value};" for name, value in whole.items()]
     lines += [f"constexpr float {name} = {value:.9e}f;" for name, value in real.items()]
     parts = [HEADER, PRODUCT, source_parts.ASSEMBLY, source_parts.HELPERS, source_passes.HEADS]
-    names = ["weights", "table", "angles", "rows", "ends", "draws", "latest"]
+    names = ["weights", "table", "angles", "given", "latest"]
     return Kernel(
         "sample_in_a_row",
         [*names, "buffers", "floats", "state", "winners"],
@@ -269,6 +270,11 @@ def _kernel(sizes: LoopSizes, num_tiles: int) -> Kernel:
         bounds=(source_parts.THREADS, 1),
         shared_bytes=num_tiles * source_parts.TILE_BYTES,
     )
+
+
+def _bits(numbers: Sequence[float]) -> tuple[int, ...]:
+    """Return the bits of numbers in 32 bits, as integers."""
+    return struct.unpack(f"{len(numbers)}i", struct.pack(f"{len(numbers)}f", *numbers))
 
 
 def _addresses(row: Sequence[Array | None]) -> Array:

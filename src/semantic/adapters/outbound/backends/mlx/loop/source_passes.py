@@ -190,6 +190,10 @@ _PASSES = """
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const unsigned long long begun = nanoseconds();
 
+    const int4* rows = reinterpret_cast<const int4*>(given);  // sequence, position and token
+    const int* ends = given + 4 * num_first;  // of each sequence: its last row, and its position
+    const float* draws = reinterpret_cast<const float*>(ends + 2 * num_seqs);
+
     // MLX supports no kernels that write to their inputs; nothing else uses these arrays.
     T* hidden = const_cast<T*>(buffers);
     T* hidden2 = hidden + MAX_ROWS * HIDDEN;
@@ -258,10 +262,10 @@ _PASSES = """
             chosen[n] = -1;
         }
     if (threadIdx.x < num_first) {
-        const int4 given = reinterpret_cast<const int4*>(rows)[threadIdx.x];
-        row_seqs[threadIdx.x] = given.x;
-        row_places[threadIdx.x] = given.y;
-        row_tokens[threadIdx.x] = given.z;
+        const int4 row = rows[threadIdx.x];
+        row_seqs[threadIdx.x] = row.x;
+        row_places[threadIdx.x] = row.y;
+        row_tokens[threadIdx.x] = row.z;
     }
     sync_warps();
 
@@ -369,10 +373,10 @@ ATTENTION            barrier.arrive();
                     if (heat <= 0) continue;
                     const int row = step ? seq : ends[seq * 2];
                     const float most = sorted_value(__ldcg(cells + step * MAX_ROWS + row));
-                    const float* given = logits + int64_t(row) * VOCAB;
+                    const float* own_logits = logits + int64_t(row) * VOCAB;
                     float total = 0;
                     for (int i = mine; i < past; i++)
-                        total += expf((__ldcg(given + i) - most) / heat);
+                        total += expf((__ldcg(own_logits + i) - most) / heat);
                     scan[threadIdx.x] = total;
                     sync_warps();
                     for (int m = 1; m < THREADS; m *= 2) {
@@ -399,7 +403,7 @@ ATTENTION            barrier.arrive();
                     if (reached <= point || (blockIdx.x == 0 && threadIdx.x == 0)) {
                         int token = -1;
                         for (int i = mine; i < past && token < 0; i++) {
-                            reached += expf((__ldcg(given + i) - most) / heat);
+                            reached += expf((__ldcg(own_logits + i) - most) / heat);
                             if (reached > point) token = i;
                         }
                         if (token < 0 && is_over) token = VOCAB - 1;

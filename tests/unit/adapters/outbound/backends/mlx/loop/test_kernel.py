@@ -36,13 +36,12 @@ FORMS = {
     ),
 }
 MAIN = """
-static void* given[12];
+static void* given[10];
 static int numbers[5];
 static void entry() {
     kernel((Int64*)given[0], (Int64*)given[1], (float*)given[2], (int*)given[3], (int*)given[4],
-           (float*)given[5], (int*)given[6], (__nv_bfloat16*)given[7], (float*)given[8],
-           (unsigned*)given[9], (Int64*)given[10], (int*)given[11], numbers[0], numbers[1],
-           numbers[2], numbers[3], numbers[4]);
+           (__nv_bfloat16*)given[5], (float*)given[6], (unsigned*)given[7], (Int64*)given[8],
+           (int*)given[9], numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]);
     end_lane();
 }
 extern "C" void run(void** p, int* n, int num_blocks) {
