@@ -29,6 +29,16 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert "default: 8000" in text
 
 
+def test_commands_do_not_import_what_only_a_server_needs() -> None:
+    """They respond sooner without."""
+    code = (
+        "import sys; import semantic.entrypoints.cli.app; "
+        "print([name for name in ('fastapi', 'numpy', 'torch') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+    assert found.stdout == "[]\n"
+
+
 def test_the_documentation_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     docs = Path(__file__).parents[3] / "docs"
     page = (docs / "running.md").read_text() + (docs / "security.md").read_text()

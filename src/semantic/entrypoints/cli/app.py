@@ -11,8 +11,13 @@ from semantic.adapters.config.settings import Settings
 from semantic.domain.errors import SemanticError
 from semantic.entrypoints.cli.agents import agents_app
 from semantic.entrypoints.cli.chat import chat
-from semantic.entrypoints.cli.doctor.checks import doctor
-from semantic.entrypoints.cli.flags import Answer, Key, with_given_settings, with_settings
+from semantic.entrypoints.cli.flags import (
+    Answer,
+    GivenSettings,
+    Key,
+    with_given_settings,
+    with_settings,
+)
 from semantic.entrypoints.cli.keys import keys_app
 from semantic.entrypoints.cli.launch import launch, mcp
 from semantic.entrypoints.cli.models import models_app, ps, stop
@@ -230,6 +235,41 @@ def export_key(settings: Settings) -> Answer:
     return _cache("export-key", settings)
 
 
+@app.command(rich_help_panel=_UPKEEP)
+@with_given_settings("home", "cache_dir", "host", "port", "model", "backend", "native", "repairs")
+def doctor(
+    given: GivenSettings,
+    *,
+    report: Annotated[
+        bool,
+        typer.Option("--report", help="also test the server, and print all to paste into an issue"),
+    ] = False,
+    agent: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="instead: what changes in this agent's prompts"),
+    ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=["SEMANTIC_CLIENT_KEY", "SEMANTIC_API_KEY"],
+            metavar="KEY",
+            help="with --agent: API key, if the server needs one",
+        ),
+    ] = None,
+) -> Answer:
+    """Check backends, processor, memory, disk, port, model and clients, and give advice.
+
+    With --agent, compare the agent's latest prompts: what changes in them each turn, so that KV
+    cache is computed again, and which rule repairs it. Without a server, reads the cache directory.
+
+    With --report, also start a server of its own for about two minutes, which tests that replies
+    from KV cache are exact and how fast they are. The report has no prompts, keys or names.
+    """
+    from semantic.entrypoints.cli.doctor.checks import run_doctor
+
+    return run_doctor(given, has_report=report, agent=agent, key=key)
+
+
 def _cache(
     action: str, settings: Settings, orphan_age_h: float | None = None, key: str | None = None
 ) -> Answer:
@@ -241,7 +281,6 @@ def _cache(
 service_app.command()(with_given_settings(*_SERVE_FLAGS)(install))
 for command in (chat, ps, stop, top, bench, launch, mcp):
     app.command(rich_help_panel=_USING)(command)
-app.command(rich_help_panel=_UPKEEP)(doctor)
 app.add_typer(agents_app, name="agents", rich_help_panel=_USING)
 app.add_typer(models_app, name="models", rich_help_panel=_USING)
 app.add_typer(packs_app, name="pack", rich_help_panel=_USING)

@@ -21,7 +21,6 @@ import typer
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
 from semantic.entrypoints.cli.flags import print_json, with_server
-from semantic.entrypoints.mcp_loader import MCP_PATH, missing_mcp
 
 if TYPE_CHECKING:
     from mcp.client._transport import ReadStream, WriteStream
@@ -311,6 +310,8 @@ def mcp(client: ServerClient) -> int:
 
     For clients such as Claude Code: `claude mcp add semantic -- semantic mcp`. The server must run.
     """
+    from semantic.entrypoints.mcp_loader import MCP_PATH, missing_mcp
+
     try:
         import mcp.client.streamable_http  # noqa: F401
     except ModuleNotFoundError as error:

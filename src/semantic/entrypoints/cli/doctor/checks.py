@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import httpx
-import typer
 from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
@@ -43,7 +42,7 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
 from semantic.entrypoints.cli.doctor.report import machine, report_text
 from semantic.entrypoints.cli.doctor.self_test import Outcome, self_test
-from semantic.entrypoints.cli.flags import Answer, GivenSettings, with_given_settings
+from semantic.entrypoints.cli.flags import Answer, GivenSettings
 from semantic.entrypoints.cli.launch import CLIENTS, INSTALL
 from semantic.entrypoints.cli.screen import Spinner, size, table
 from semantic.entrypoints.loading import choose_backend, compute_basis
@@ -68,42 +67,17 @@ class Finding:
     advice: str = ""
 
 
-@with_given_settings("home", "cache_dir", "host", "port", "model", "backend", "native", "repairs")
-def doctor(
-    given: GivenSettings,
-    *,
-    report: Annotated[
-        bool,
-        typer.Option("--report", help="also test the server, and print all to paste into an issue"),
-    ] = False,
-    agent: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="instead: what changes in this agent's prompts"),
-    ] = None,
-    key: Annotated[
-        str | None,
-        typer.Option(
-            envvar=["SEMANTIC_CLIENT_KEY", "SEMANTIC_API_KEY"],
-            metavar="KEY",
-            help="with --agent: API key, if the server needs one",
-        ),
-    ] = None,
+def run_doctor(
+    given: GivenSettings, *, has_report: bool, agent: str | None, key: str | None
 ) -> Answer:
-    """Check backends, processor, memory, disk, port, model and clients, and give advice.
-
-    With --agent, compare the agent's latest prompts: what changes in them each turn, so that KV
-    cache is computed again, and which rule repairs it. Without a server, reads the cache directory.
-
-    With --report, also start a server of its own for about two minutes, which tests that replies
-    from KV cache are exact and how fast they are. The report has no prompts, keys or names.
-    """
+    """Carry out `semantic doctor`."""
     settings = given.settings
     if agent is not None:
         return _examine_prompts(settings, agent, key)
     # Libraries and our own checks may log; standard output is for the findings alone.
     with Spinner("checking this machine"), contextlib.redirect_stdout(sys.stderr):
         findings = list(examine(settings))
-    if report:
+    if has_report:
         return _report(given, findings)
     made = table("", "", "~", "~")
     for one in findings:
