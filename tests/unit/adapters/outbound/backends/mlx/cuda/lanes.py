@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-_HEADER = Path(__file__).with_name("lanes.h")
+_HEADERS = Path(__file__).parent
 _NAN = 0x7FFF  # in both formats of 16 bits
 # What the header defines instead, and how a kernel begins.
 _PRODUCT = r"template <typename T>\n__device__ inline void multiply\(.*?\n}\n"
@@ -22,7 +22,7 @@ _REPLACED = (
     (_PRODUCT, ""),
     (_COPIES, ""),
     (r"typedef long long Int64;\n#define int64_t Int64\n", ""),
-    (r"__shared__", "static"),
+    (r"__shared__", "static thread_local"),
     (r'extern "C" __global__ void (__launch_bounds__\([^)]*\))? \w+', "static void kernel"),
 )
 
@@ -31,7 +31,7 @@ def build(stem: Path, source: str, *options: str) -> ctypes.CDLL:
     """Compile C++ to a library beside its source, and load it."""
     path, library = stem.with_suffix(".cpp"), stem.with_suffix(".so")
     path.write_text(source)
-    usual = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
+    usual = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{_HEADERS}"]
     subprocess.run(["g++", *usual, *options, str(path), "-o", str(library)], check=True)  # noqa: S603, S607 - the tests' own source
     return ctypes.CDLL(str(library))
 
@@ -41,7 +41,7 @@ class EmulatedLanes:
 
     def __init__(self, directory: Path, include_paths: Sequence[str]) -> None:
         self._directory = directory
-        self._includes = [f"-I{path}" for path in (_HEADER.parent, *include_paths)]
+        self._includes = [f"-I{path}" for path in include_paths]
         self._libraries: dict[str, Any] = {}
 
     @staticmethod
@@ -60,14 +60,14 @@ class EmulatedLanes:
             f"static {kind.replace('const int', 'int')} given_{name};" for kind, name in given
         ]
         names = ", ".join(f"given_{name}" for _, name in given)
-        lines += [f"static void entry() {{ kernel({names}); finish_lane(); }}"]
+        lines += [f"static void entry() {{ kernel({names}); end_lane(); }}"]
         lines += ['extern "C" void run(int num_blocks, int num_threads, void** p, int* n) {']
         lines += [
             f"given_{name} = *n++;" if "*" not in kind else f"given_{name} = ({kind})*p++;"
             for kind, name in given
         ]
-        lines += ["for (int b = 0; b < num_blocks; b++) { blockIdx.x = b;"]
-        lines += ["run_block(num_threads, entry); } }"]
+        lines += ["for (int b = 0; b < num_blocks; b++)"]
+        lines += ["    run_block(entry, b, num_blocks, num_threads); }"]
         self._libraries[name] = build(self._directory / name, "\n".join(lines), *self._includes)
         return b""
 

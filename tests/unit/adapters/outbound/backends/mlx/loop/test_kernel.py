@@ -47,7 +47,7 @@ static void entry() {
 extern "C" void run(void** p, int* n, int num_blocks) {
     memcpy(given, p, sizeof given);
     memcpy(numbers, n, sizeof numbers);
-    run_blocks(entry, num_blocks);
+    run_blocks(entry, num_blocks, LANES);
 }
 """
 
@@ -69,8 +69,7 @@ class EmulatedBlocks:
             declared, "__shared__ __align__(128) char dynamic[NUM_TILES * TILE_BYTES];"
         )
         source = f'#include "blocks.h"\n{body}{MAIN}'
-        options = ("-pthread", f"-I{Path(__file__).parent}")
-        self._libraries[name] = build(self._directory / name, source, *options)
+        self._libraries[name] = build(self._directory / name, source, f"-I{Path(__file__).parent}")
         return b""
 
     def run(self, *, name: str, inputs: Any, output_shapes: Any, scalars: Any, **_: Any) -> Any:
