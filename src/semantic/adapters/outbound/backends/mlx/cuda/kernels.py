@@ -6,6 +6,7 @@ a tenth of a second. MLX passes arrays and a few integers to a compiled kernel: 
 kernel needs are among the integers, and all arrays are contiguous.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -218,6 +219,10 @@ def can_compile() -> bool:
 @functools.cache
 def _compiler() -> ctypes.CDLL | None:
     installed = [path for name in _LIBRARIES for path in _packages().glob(f"*/lib/{name}")]
+    for path in _packages().glob("*/lib/libnvrtc-builtins.so.*"):
+        # NVRTC 13.0 opens this library by its name, and does not look beside itself.
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(str(path))
     for name in (*_LIBRARIES, *map(str, installed)):
         try:
             return ctypes.CDLL(name)

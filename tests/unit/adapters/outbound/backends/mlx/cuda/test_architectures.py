@@ -1,6 +1,7 @@
 """The custom kernels by compute capability: compiled for each by NVRTC, which needs no GPU."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,6 +136,30 @@ def test_every_kernel_compiles_where_it_is_used(
                 kernels.compile_source(name, source, architecture)
         else:
             assert kernels.compile_source(name, source, architecture), name
+
+
+def test_the_compiler_of_pip_packages_finds_its_own_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "cu13" / "lib"
+    folder.mkdir(parents=True)
+    for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0"):
+        (folder / name).touch()
+    loaded: list[str] = []
+
+    def load(name: str) -> str:
+        loaded.append(name)
+        if name == "libnvrtc.so.13":  # no toolkit is installed
+            raise OSError
+        return name
+
+    monkeypatch.setattr(kernels, "_packages", lambda: tmp_path)
+    monkeypatch.setattr(kernels, "_LIBRARIES", ("libnvrtc.so.13",))
+    monkeypatch.setattr(kernels.ctypes, "CDLL", load)
+    kernels._compiler.cache_clear()
+    assert kernels._compiler() == str(folder / "libnvrtc.so.13")
+    assert loaded[0] == str(folder / "libnvrtc-builtins.so.13.0")
+    kernels._compiler.cache_clear()
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
