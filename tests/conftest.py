@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.native_cache import NATIVE_DIRECTORY, share_native
+
 if TYPE_CHECKING:
     from semantic.adapters.outbound.backends.torch.native.library import Library
     from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
@@ -149,10 +151,10 @@ def database_url(postgres_server: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def native_directory(request: pytest.FixtureRequest) -> Path:
-    """Where native libraries are kept between test runs: each takes seconds to compile."""
-    assert request.config.cache is not None
-    return request.config.cache.mkdir("semantic-native")
+def native_directory() -> Path:
+    """Where native libraries are kept between test runs."""
+    NATIVE_DIRECTORY.mkdir(parents=True, exist_ok=True)
+    return NATIVE_DIRECTORY
 
 
 @pytest.fixture(scope="session")
@@ -172,10 +174,10 @@ def library(native: "NativeBuild") -> "Library":
 
 
 @pytest.fixture(scope="session")
-def starter_home(tmp_path_factory: pytest.TempPathFactory, native_directory: Path) -> Path:
+def starter_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home directory with the starter model, as after a first start."""
     home = tmp_path_factory.mktemp("home")
-    (home / "native").symlink_to(native_directory)
+    share_native(home)
     shutil.copytree(_imported_once(tmp_path_factory), home / "models", copy_function=os.link)
     return home
 

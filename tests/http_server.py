@@ -16,6 +16,7 @@ from semantic.adapters.config.sources import load_settings
 from semantic.entrypoints.bootstrap import Server, bootstrap
 from semantic.entrypoints.server import create_app
 from semantic.ports.inbound import ModelState
+from tests.native_cache import share_native
 from tests.no_tls import NO_TLS
 from tests.waiting import await_that
 
@@ -43,6 +44,8 @@ def make_settings(home: Path, **overrides: Any) -> Settings:
     """
     usual = {"port": 0, "batch_window_ms": 0, "backend": "fake", "default_max_tokens": 1024}
     given = {"home": home, "shutdown_timeout_s": 120, "ocr": "off", **usual, **overrides}
+    if given["backend"] == "torch":
+        share_native(home)
     return load_settings(given, config_dir=home / "no-config")
 
 

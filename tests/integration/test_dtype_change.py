@@ -13,7 +13,11 @@ from semantic.entrypoints.cli.app import main
 from semantic.entrypoints.loading import compute_basis, stored_dtypes
 from tests.http_server import RunningServer, make_settings, run_server
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.integration,
+    # torch says so once in a process, where a processor has no bfloat16.
+    pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),
+]
 
 OTHER = {"float32": "bfloat16", "bfloat16": "float32"}
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from tests.native_cache import share_native
 from tests.no_tls import NO_TLS
 from tests.waiting import eventually
 
@@ -143,6 +144,8 @@ def serve_forked(
 def _arguments(
     home: Path, log: Path, more: Sequence[str], settings: Mapping[str, Any]
 ) -> list[str]:
+    if "torch" in more:
+        share_native(home)
     made = ["serve", "--port", "0", "--home", str(home), *more]
     if settings:
         config = log.with_suffix(".toml")
