@@ -383,12 +383,12 @@ def test_a_mixed_batch_that_joins_and_leaves(benches: Benches, alone: Alone) -> 
 def test_preempted_and_continued(benches: Benches, alone: Alone) -> None:
     # Two fit until they grow past 256 tokens; torch counts in allocations of that size.
     bench = benches(BenchLimits((3 * 256,), prefill_step_size=128))
-    jobs = {f"j{i}": prompt(245 + i, i) for i in range(3)}
+    jobs = {f"j{i}": prompt(235 + i, i) for i in range(3)}
     for name, tokens in jobs.items():
-        bench.ask(name, tokens, 20, params=WARM)
+        bench.ask(name, tokens, 40, params=WARM)
     bench.run()
     for name, tokens in jobs.items():
-        assert bench.reply(name) == alone(tokens, WARM, 20)
+        assert bench.reply(name) == alone(tokens, WARM, 40)
     assert bench.store.telemetry.counts.engine.preemptions > 0
 
 
@@ -422,22 +422,22 @@ def test_preempted_during_a_restore(
     said = [*long, *first.say("long", long)]
     limits = BenchLimits((256, 256), extra_bytes=2 * first.largest_file(), prefill_step_size=128)
     bench = benches(limits, after=first)
-    older = prompt(236, 9)
-    bench.ask("older", older, 40)
+    older = prompt(200, 9)
+    bench.ask("older", older, 200)
     bench.step(4)
     bench.files.gate.clear()
     assert bench.disk.flush(30)  # what is being written is in the way
     bench.ask("young", said)
     bench.step()
     assert bench.store.telemetry.counts.engine.preemptions == 0
-    for _ in range(50):
+    for _ in range(250):
         if bench.store.telemetry.counts.engine.preemptions:
             break
         bench.step()
     assert bench.store.telemetry.counts.engine.preemptions == 1
     bench.files.gate.set()
     bench.run()
-    assert bench.reply("older") == alone(older, GREEDY, 40)
+    assert bench.reply("older") == alone(older, GREEDY, 200)
     assert bench.reply("young") == alone(said, GREEDY, NUM_REPLY)
     # A part that was read for the restore that was given up may be in memory for the next one.
     reuse = bench.reuse("young")
