@@ -220,7 +220,10 @@ class DiskTier:
         self._readers.shutdown(wait=False)
         self._work.put(self._stop)
         self._writer.join(timeout_s)
-        return self._is_drained.is_set()
+        is_written = self._is_drained.is_set()
+        if is_written and not self.is_closed:
+            _log.warning("the ledger's backup was not finished; everything else is written")
+        return is_written
 
     @property
     def is_closed(self) -> bool:
@@ -246,9 +249,10 @@ class DiskTier:
                 self._round()
             except Exception:  # noqa: BLE001 - the writer must continue
                 _log.exception("the writer failed; continuing")
-        self._rows.close()
+        self._rows.apply_last()
         if not self._rows.has_unwritten:
             self._is_drained.set()
+        self._rows.close()
 
     def _is_at_end(self) -> bool:
         """Whether the writer is stopping and its queue is empty; it then accepts no more jobs."""
@@ -390,10 +394,13 @@ class _RowWriter:
         except Exception as error:  # noqa: BLE001 - queued changes must not be lost
             self._keep(rows, error)
 
-    def close(self) -> None:
+    def apply_last(self) -> None:
         self.apply()
         if self._unwritten:
             _log.error("lost %d changes of the ledger", len(self._unwritten))
+
+    def close(self) -> None:
+        """Back the ledger up, which takes half a minute for some gigabytes, and close it."""
         for end in (self._ledger.back_up, self._ledger.close):
             try:
                 end()

@@ -126,6 +126,20 @@ def test_closing_with_much_to_write_keeps_the_turns(rig: MemoryRig) -> None:
     assert isinstance(late.exception(60), CachePersistenceError)
 
 
+def test_closing_does_not_wait_for_a_long_backup_once_everything_is_written(
+    rig: MemoryRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(rig.ledger, "back_up", gate.wait)
+    rig.seal(list(range(20)))
+    rig.flush()
+    assert rig.disk.close(2)
+    assert not rig.disk.is_closed
+    assert "the ledger's backup was not finished" in caplog.text
+    gate.set()
+    await_that(lambda: rig.disk.is_closed)
+
+
 def test_a_closed_disk_reads_nothing(rig: MemoryRig) -> None:
     rig.seal(list(range(4)))
     rig.flush()
