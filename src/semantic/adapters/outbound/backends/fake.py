@@ -208,8 +208,9 @@ class FakeBackend(EagerBackend[_Sequence]):
             sequence.state = state
 
     def launch(self, step: Step) -> Ticket:
-        lengths = (chunk.num_tokens for chunk in step.chunks)
-        time.sleep(self._prompt_token_s * sum(length for length in lengths if length > 1))
+        if self._prompt_token_s:
+            lengths = (chunk.num_tokens for chunk in step.chunks)
+            time.sleep(self._prompt_token_s * sum(length for length in lengths if length > 1))
         return StepTicket(StepOutput(tuple(make_rows(step, self._run))))
 
     def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:

@@ -152,7 +152,7 @@ static void step_job(void *argument, Team *team, int thread) {
         norm_phase(s, team, output_norm, layer->norm, layer->inputs);
         project_inputs(s, team, layer);
         append_phase(s, team, i);
-        if (i == m->num_layers - 1) {
+        if (i == m->num_layers - 1 && s->num_last < s->num_rows) {
             narrow_phase(s, team, thread);
             s = s->narrow;
             if (!s->num_rows) return;
