@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal, cast
 
 import pytest
@@ -13,6 +14,7 @@ from semantic.adapters.config.sources import load_settings
 from semantic.adapters.outbound.backends.fake import FakeBackend
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.adapters.outbound.backends.torch.shares import Share
 from semantic.cluster.adapters.sharded import ShardedBackend, share_of
 from semantic.cluster.entrypoints import shards
 from semantic.cluster.entrypoints.shards import load_sharded
@@ -176,8 +178,13 @@ def test_what_cannot_be_divided_is_refused(tiny_model: GetModel) -> None:
         share_of(spec, 5)
 
 
-@pytest.mark.slow
 def test_a_share_that_cannot_be_loaded_gives_the_reason(tiny_model: GetModel) -> None:
-    model = tiny_model("gpt-oss")
+    model, options = tiny_model("gpt-oss"), TorchOptions("float32", share=Share(0, 2))
     with pytest.raises(InvalidRequestError, match="cannot shard gpt_oss: transformers"):
-        sharded(model, "torch")
+        TorchBackend(model.directory, share_of(model.spec, 2), options)
+
+
+def test_what_a_process_cannot_load_is_reported(tiny_model: GetModel, tmp_path: Path) -> None:
+    moved = replace(tiny_model("llama"), directory=tmp_path)
+    with pytest.raises(InvalidRequestError, match=f"the model is not at {tmp_path} on"):
+        sharded(moved, "torch")

@@ -1,5 +1,6 @@
 """Servers that are killed after a change, in a swap, or whose model loses one of its processes."""
 
+import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -14,6 +15,8 @@ from tests.waiting import eventually
 
 pytestmark = pytest.mark.smoke
 
+# Processes import MLX in a second, and PyTorch with Transformers in eight.
+LIBRARY = "torch" if importlib.util.find_spec("mlx_lm") is None else "mlx"
 TALK = [{"role": "user", "content": "Tell me of the rivers. " * 60}]
 
 
@@ -28,7 +31,7 @@ def _ranks(server: ServerProcess) -> list[int]:
 def test_a_killed_rank_ends_in_an_error_a_restart_and_the_same_text(
     tiny_starter_dir: Path, tmp_path: Path
 ) -> None:
-    options = ("--backend", "torch", "--dtype", "float32", "--threads", "1", "--shards", "2")
+    options = ("--backend", LIBRARY, "--device", "cpu", "--dtype", "float32", "--shards", "2")
     body = {"messages": TALK, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
     with serve(
         tmp_path / "home", tmp_path / "log", "--model", str(tiny_starter_dir), *options

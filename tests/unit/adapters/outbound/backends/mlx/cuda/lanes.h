@@ -1,5 +1,6 @@
 // What the kernel for quantised weights needs on a CPU besides its lanes.
 #pragma once
+#define __device__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

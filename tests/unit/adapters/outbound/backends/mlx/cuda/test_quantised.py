@@ -4,7 +4,6 @@ The kernel itself where there is a GPU for it; what models compute is in the con
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +28,8 @@ FORMS = [
     *((bits, group, "affine") for bits in (4, 8) for group in (32, 64, 128)),
     (4, 32, "mxfp4"),
 ]
+DTYPES = (mx.bfloat16, mx.float16)
+FEW = (16, 4096)
 
 
 def matrix_of(weight: Any, bits: int, group: int, mode: str) -> Any:
@@ -89,22 +90,31 @@ def test_the_kernel_computes_what_dequantised_weights_give(
     compare(dtype, form, num_rows, shape, added, is_normed=is_normed, is_gated=is_gated)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num_few", [16, 4096])
-def test_its_source_does_on_a_cpu(
-    dtype: Any,
-    form: tuple[int, int, str],
-    num_few: int,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    """As the work is divided for matrices of few rows and of many."""
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLanes:
     paths = kernels.include_paths()
     if not EmulatedLanes.are_possible(paths):
         pytest.skip("needs g++ and CUDA's headers: make kernel-check installs these")
-    emulated = EmulatedLanes(tmp_path, paths)
+    return EmulatedLanes(tmp_path_factory.mktemp("lanes"), paths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "form, num_few, dtype",
+    [
+        (form, num_few, DTYPES[(i + j) % 2])
+        for i, form in enumerate(FORMS)
+        for j, num_few in enumerate(FEW)
+    ],
+)
+def test_its_source_does_on_a_cpu(
+    form: tuple[int, int, str],
+    num_few: int,
+    dtype: Any,
+    emulated: EmulatedLanes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the work is divided for matrices of few rows and of many; each pair of two choices."""
     monkeypatch.setattr(kernel, "_FEW", num_few)
     monkeypatch.setattr(kernels, "compile_source", emulated.compile_source)
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", emulated.run)
