@@ -117,18 +117,9 @@ class PlainKernels:
         return out if added is None else out + added
 
     def _multiply_quantised(self, given: Any, matrix: Any, **options: Any) -> Any:
-        import mlx.core as mx
-
         self.calls["multiply_quantised"] += 1
-        weight = mx.dequantize(
-            matrix.weight,
-            matrix.scales,
-            matrix.biases,
-            group_size=matrix.group_size,
-            bits=matrix.bits,
-            mode=matrix.mode,
-        )
-        return self._multiply(given, weight.astype(given.dtype) * self.error, **options)
+        weight = matrix.dequantise(given.dtype) * self.error
+        return self._multiply(given, weight, **options)
 
     def _keep_and_attend(
         self, heads: Any, angles: Any, norms: Any, held: Any, plan: Any, scale: float

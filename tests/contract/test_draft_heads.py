@@ -369,7 +369,8 @@ def test_a_head_changes_neither_geometry_nor_traits(head_model: GetHeadModel, su
     with_head, without = model.load(), model.load(has_head=False)
     assert without.head is None
     assert with_head.spec == without.spec
-    assert with_head.traits == without.traits
+    # On a GPU, the head's weights leave less room.
+    assert replace(with_head.traits, kv_room=without.traits.kv_room) == without.traits
 
 
 @pytest.mark.parametrize("library", BACKENDS)

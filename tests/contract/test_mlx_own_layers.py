@@ -85,7 +85,7 @@ def _config(family: str, *, is_real: bool, is_packed: bool) -> Any:
         sizes |= {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.1}
         sizes["head_dim"] = head_dim
     elif is_packed:
-        sizes |= {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+        sizes |= {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
     return kind(**sizes)
 
 

@@ -51,6 +51,8 @@ def tune(model: Any, device_bytes: int = 0) -> str:
     Returns:
         Why the model runs slower than it could; empty if it does not.
     """
+    if cuda.is_in_use():
+        cuda_quantised.expand_narrow(model)
     if cuda.is_available():
         widen(model, device_total(device_bytes))
     if cuda.is_in_use():

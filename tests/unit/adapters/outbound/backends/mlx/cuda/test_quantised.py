@@ -205,6 +205,28 @@ def test_a_layer_chooses_by_rows_and_by_the_devices_memory(
             assert mx.allclose(found, expected, rtol=0.05, atol=0.05).item()
 
 
+@pytest.mark.parametrize("form", [(4, 64, "affine"), (4, 32, "mxfp4")])
+def test_narrow_matrices_are_dequantised(form: tuple[int, int, str]) -> None:
+    """MLX's own product of several rows is wrong for them on CUDA."""
+    bits, group, mode = form
+    model = nn.Module()
+    model.narrow, model.wide, model.words = (
+        layer.to_quantized(group_size=group, bits=bits, mode=mode)
+        for layer in (nn.Linear(64, 96), nn.Linear(128, 96), nn.Embedding(96, 64))
+    )
+    matrices = [quantised.QuantisedMatrix.of(layer) for layer in (model.narrow, model.words)]
+    weights = [*map(dequantised, matrices)]
+    quantised.expand_narrow(model)
+    assert type(model.wide) is nn.QuantizedLinear
+    given = mx.random.normal((30, 64))
+    found = model.narrow(given), model.words.as_linear(given)
+    expected = given @ weights[0].T + model.narrow.bias, given @ weights[1].T
+    for one, other in zip(found, expected, strict=True):
+        assert mx.allclose(one, other, atol=1e-4).item()
+    assert set(model.narrow.parameters()) == {"weight", "bias"}
+    assert set(model.words.parameters()) == {"weight"}
+
+
 @pytest.mark.parametrize("bits", [2, 3, 5, 6])
 def test_wider_packing_keeps_the_weights(bits: int) -> None:
     model = nn.Module()

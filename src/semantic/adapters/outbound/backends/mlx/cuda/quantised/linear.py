@@ -33,6 +33,7 @@ _MXFP4 = ("mxfp4", 4, 32)
 _CHECKED_ROWS = (1, 8, MAX_ROWS)  # with these numbers of rows, the kernel has different forms
 _TOLERANCE = 0.03  # of the norm of a product; rounding to bfloat16 and another order take 0.004
 _ROOM = 64  # a dequantised matrix may take one part in this many of the device's memory
+_LEAST_COLUMNS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,18 @@ class QuantisedMatrix:
     @property
     def packing(self) -> Format:
         return Format(self.bits, self.group_size, self.is_float)
+
+    def dequantise(self, dtype: Any) -> Array:
+        """Return the whole matrix in a number format."""
+        return mx.dequantize(
+            self.weight,
+            self.scales,
+            self.biases,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            dtype=dtype,
+        )
 
 
 def can_multiply(given: Array, matrix: QuantisedMatrix) -> bool:
@@ -159,14 +172,37 @@ def _multiply_many(
 
 def multiply_many(given: Array, matrix: QuantisedMatrix) -> Array:
     """Multiply any number of rows by the transpose of a matrix, without the custom kernel."""
-    packing = {"group_size": matrix.group_size, "bits": matrix.bits, "mode": matrix.mode}
-    arrays = (matrix.weight, matrix.scales, matrix.biases)
     if matrix.is_expanded:
-        return given @ mx.dequantize(*arrays, **packing, dtype=given.dtype).T
-    return mx.quantized_matmul(given, *arrays, **packing)
+        return given @ matrix.dequantise(given.dtype).T
+    return mx.quantized_matmul(
+        given,
+        matrix.weight,
+        matrix.scales,
+        matrix.biases,
+        group_size=matrix.group_size,
+        bits=matrix.bits,
+        mode=matrix.mode,
+    )
 
 
 # -- a model's layers ----------------------------------------------------------------------------
+
+
+def expand_narrow(model: Any) -> None:
+    """Dequantise matrices of fewer than 128 columns for good.
+
+    On CUDA, MLX 0.32.4 does not write the products of several rows and 64 columns.
+    """
+    nn = import_library("mlx.nn")
+    plain = {nn.QuantizedLinear: nn.Linear, nn.QuantizedEmbedding: nn.Embedding}
+    for module in model.modules():
+        kind = plain.get(type(module))
+        if kind is None or (matrix := QuantisedMatrix.of(module)).shape[1] >= _LEAST_COLUMNS:
+            continue
+        module.weight = matrix.dequantise(_dtype_of(matrix))
+        for name in ("scales", "biases"):
+            module.pop(name, None)
+        module.__class__ = kind
 
 
 def find_wrong_formats(model: Any) -> frozenset[Format]:
