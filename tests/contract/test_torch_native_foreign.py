@@ -75,7 +75,7 @@ def check(found: Lines, reference: Lines) -> None:
     np.testing.assert_allclose(numbers[0], numbers[1], rtol=0, atol=1e-4 * abs(numbers[1]).max())
 
 
-@pytest.mark.parametrize("name", ["avx2", "scalar"] if IS_ARM else ["dotprod", "scalar"])
+@pytest.mark.parametrize("name", ["avx2", "scalar"] if IS_ARM else ["i8mm", "dotprod", "scalar"])
 def test_the_other_architecture_gives_the_same_bytes(
     run_program: RunProgram, reference: Lines, name: str
 ) -> None:

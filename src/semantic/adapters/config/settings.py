@@ -150,8 +150,11 @@ class Settings(_RuntimeFields):
         "auto",
         description="auto keeps quantised weights; full expands them; int8 and int4 quantise",
     )
-    native: Literal["auto", "off", "avx512vnni", "avxvnni", "avx2", "dotprod", "scalar"] = Field(
-        "auto", description="CPU kernels of torch; auto: the fastest supported; off: PyTorch's own"
+    native: Literal["auto", "off", "avx512vnni", "avxvnni", "avx2", "i8mm", "dotprod", "scalar"] = (
+        Field(
+            "auto",
+            description="CPU kernels of torch; auto: the fastest supported; off: PyTorch's own",
+        )
     )
     threads: int = Field(
         0,

@@ -37,7 +37,6 @@ _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
 _LINK = ("-shared", "-pthread", "-lm")
 _BUILD_CPU_S = 120  # CPU time, not wall time, so that a busy machine does not fail
 _ZIG = "ziglang"  # a package with a C compiler, for machines without one
-_ZIG_FLAGS = {"dotprod": ("-mcpu=generic+v8_2a+dotprod+fullfp16",)}  # zig's names of ARM features
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = tuple(f"-mavx512{part}" for part in ("f", "cd", "bw", "dq", "vl", "vnni"))
 
@@ -67,6 +66,12 @@ VARIANTS = (
     Variant("avx512vnni", _X86, (*_AVX2, *_AVX512)),
     Variant("avxvnni", _X86, (*_AVX2, "-mavxvnni")),
     Variant("avx2", _X86, _AVX2),
+    Variant(
+        "i8mm",
+        _ARM,
+        ("-march=armv8.2-a+dotprod+fp16+i8mm",),
+        ("-mcpu=generic+v8_2a+dotprod+fullfp16+i8mm",),
+    ),
     Variant(
         "dotprod",
         _ARM,

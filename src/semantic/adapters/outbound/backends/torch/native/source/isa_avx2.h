@@ -14,6 +14,7 @@
 #else
 #define HAS_WORDS 1
 #endif
+#define HAS_PAIRS 0
 #define PREFETCH 2048
 #define IS_SIGNED 0
 #define SPINS 4000 /* `pause` takes 40 to 140 cycles */

@@ -5,6 +5,7 @@
 #define VALUE_VECTORS 4
 #define PANEL_VECTORS 1
 #define HAS_WORDS 0
+#define HAS_PAIRS 0
 #define PREFETCH 2048
 #define IS_SIGNED 0
 #define SPINS 4000 /* `pause` takes 140 cycles here */

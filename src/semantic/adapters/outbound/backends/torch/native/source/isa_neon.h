@@ -1,10 +1,16 @@
-/* NEON with dot products of bytes (ARMv8.2): four lanes, thirty-two registers. */
+/* NEON with dot products of bytes (ARMv8.2): four lanes, thirty-two registers; with I8MM also products
+ * of two by eight bytes and eight by two. */
 #include <arm_neon.h>
 
 #define LANES 4
 #define VALUE_VECTORS 2
 #define PANEL_VECTORS 2
 #define HAS_WORDS 0
+#ifdef __ARM_FEATURE_MATMUL_INT8
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
 #define PREFETCH 0
 #define IS_SIGNED 1
 #define SPINS 50000 /* `yield` takes a few cycles */
@@ -66,6 +72,56 @@ INLINE vw look_up(vw codes) {
     return (vw)vqtbl1q_u8(vld1q_u8(values), (uint8x16_t)codes);
 }
 
+/* 128 times a group's sum. */
+INLINE int32x4_t offset_of(const float *group_sum) {
+    return vcvtq_n_s32_f32(vld1q_dup_f32(group_sum), 7);
+}
+
+#if HAS_PAIRS
+
+/* Weights of two rows times the high and the low digits of eight columns, added to four sums. */
+INLINE void dot_rows(const int8x16_t w[2][4], const int8_t *digits, int count, int32x4_t (*sums)[2]) {
+#pragma GCC unroll 4
+    for (int m = 0; m < count; m++) sums[m][0] = sums[m][1] = vdupq_n_s32(0);
+#pragma GCC unroll 4
+    for (int eight = 0; eight < 4; eight++)
+#pragma GCC unroll 4
+        for (int m = 0; m < count; m++) {
+            int8x16_t x = vld1q_s8(digits + m * 2 * GROUP + 16 * eight);
+            sums[m][0] = vmmlaq_s32(sums[m][0], w[0][eight], x);
+            sums[m][1] = vmmlaq_s32(sums[m][1], w[1][eight], x);
+        }
+}
+
+/* A group's exact dot products of `count` rows of digits with LANES rows of weights. 8-bit weights are
+ * signed here, so 128 times the group's sum is added. */
+INLINE void dot_group(const uint8_t *block, int kind, const int8_t *digits, const float *group_sums,
+                      int count, vi *sums) {
+    int8x16_t w[2][4]; /* rows 0 and 1, then 2 and 3, of eight columns in turn */
+#pragma GCC unroll 4
+    for (int eight = 0; eight < 4; eight++) {
+        uint32x4_t first = (uint32x4_t)weights_of(block, kind, 2 * eight);
+        uint32x4_t second = (uint32x4_t)weights_of(block, kind, 2 * eight + 1);
+        w[0][eight] = (int8x16_t)vzip1q_u32(first, second);
+        w[1][eight] = (int8x16_t)vzip2q_u32(first, second);
+    }
+#pragma GCC unroll 2
+    for (int first = 0; first < count; first += 4) {
+        int32x4_t pairs[4][2];
+        int width = count - first < 4 ? count - first : 4;
+        dot_rows(w, digits + first * 2 * GROUP, width, pairs);
+#pragma GCC unroll 4
+        for (int m = 0; m < width; m++) {
+            int32x4_t high = vuzp1q_s32(pairs[m][0], pairs[m][1]);
+            int32x4_t low = vuzp2q_s32(pairs[m][0], pairs[m][1]);
+            if (kind == EIGHT_BITS) low = vaddq_s32(low, offset_of(group_sums + first + m));
+            sums[first + m] = (vi)vaddq_s32(vshlq_n_s32(high, 8), low);
+        }
+    }
+}
+
+#else
+
 INLINE int32x4_t dot_digits(int32x4_t sum, const int8x16_t *w, const int8_t *digits) {
     int8x16_t first = vld1q_s8(digits), second = vld1q_s8(digits + 16);
     sum = vdotq_laneq_s32(sum, w[0], first, 0), sum = vdotq_laneq_s32(sum, w[1], first, 1);
@@ -73,11 +129,6 @@ INLINE int32x4_t dot_digits(int32x4_t sum, const int8x16_t *w, const int8_t *dig
     sum = vdotq_laneq_s32(sum, w[4], second, 0), sum = vdotq_laneq_s32(sum, w[5], second, 1);
     sum = vdotq_laneq_s32(sum, w[6], second, 2), sum = vdotq_laneq_s32(sum, w[7], second, 3);
     return sum;
-}
-
-/* 128 times a group's sum. */
-INLINE int32x4_t offset_of(const float *group_sum) {
-    return vcvtq_n_s32_f32(vld1q_dup_f32(group_sum), 7);
 }
 
 INLINE void clear_four(int32x4_t *sums) {
@@ -134,3 +185,5 @@ INLINE void dot_group(const uint8_t *block, int kind, const int8_t *digits, cons
                                      digits + GROUP);
     }
 }
+
+#endif

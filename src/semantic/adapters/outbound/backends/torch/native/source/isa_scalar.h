@@ -3,6 +3,7 @@
 #define VALUE_VECTORS 2
 #define PANEL_VECTORS 2
 #define HAS_WORDS 0
+#define HAS_PAIRS 0
 #define PREFETCH 0
 #define IS_SIGNED 0
 #define SPINS 20000

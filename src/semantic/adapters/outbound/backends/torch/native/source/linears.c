@@ -66,10 +66,12 @@ static void to_digits(const float *x, int columns, int8_t *tile, int place, int 
                 words[i + 2] = (int16_t)values[i + 1], words[i + 3] = (int16_t)values[i + 3];
             }
         } else {
+            enum { RUN = HAS_PAIRS ? 8 : GROUP }; /* high digits before their low ones */
             for (int i = 0; i < GROUP; i++) {
                 int32_t value = (int16_t)values[i], high = (value + 128) >> 8;
-                digits[i] = (int8_t)high; /* rounded to nearest, so the low digit is signed */
-                digits[GROUP + i] = (int8_t)(value - high * 256);
+                int8_t *place = digits + i / RUN * 2 * RUN + i % RUN;
+                place[0] = (int8_t)high; /* rounded to nearest, so the low digit is signed */
+                place[RUN] = (int8_t)(value - high * 256);
             }
         }
         sums[g * width] = (float)sum;

@@ -25,8 +25,9 @@ typedef struct {
 /* Rows of activations in the form that a kind of matrix reads, in tiles of up to MAX_TILE rows.
  *
  * For integers a row is rounded to 16 bits: value = (256 * high + low) * step. Of each group a tile
- * has every row's 32 high digits and 32 low ones; then of each group every row's sum as float32; then
- * every row's step. For float32 a tile has LANES columns of each row in turn. */
+ * has every row's 32 high digits and 32 low ones, or eight of each in turn if HAS_PAIRS; then of each
+ * group every row's sum as float32; then every row's step. For float32 a tile has LANES columns of each
+ * row in turn. */
 typedef struct {
     const int8_t *prepared;
     int rows;

@@ -47,18 +47,25 @@ static int supports(const char *variant) {
 #if defined(__linux__)
 #include <sys/auxv.h>
 static int has_dotprod(void) { return getauxval(AT_HWCAP) >> 20 & 1; }
+static int has_i8mm(void) { return getauxval(AT_HWCAP2) >> 13 & 1; }
 #elif defined(__APPLE__)
 #include <sys/sysctl.h>
-static int has_dotprod(void) {
+static int has_feature(const char *name) {
     int value = 0;
     size_t size = sizeof value;
-    return !sysctlbyname("hw.optional.arm.FEAT_DotProd", &value, &size, 0, 0) && value;
+    return !sysctlbyname(name, &value, &size, 0, 0) && value;
 }
+static int has_dotprod(void) { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+static int has_i8mm(void) { return has_feature("hw.optional.arm.FEAT_I8MM"); }
 #else
 static int has_dotprod(void) { return 0; }
+static int has_i8mm(void) { return 0; }
 #endif
 
-static int supports(const char *variant) { return !strcmp(variant, "dotprod") && has_dotprod(); }
+static int supports(const char *variant) {
+    if (!strcmp(variant, "dotprod")) return has_dotprod();
+    return !strcmp(variant, "i8mm") && has_dotprod() && has_i8mm();
+}
 
 #else
 

@@ -7,6 +7,7 @@
  *   VALUE_VECTORS    vectors of values that decode attention sums at once
  *   PANEL_VECTORS    vectors of queries that a panel of prefill attention has
  *   HAS_WORDS        activations for 8-bit weights (no others) are 16-bit words instead of two digits
+ *   HAS_PAIRS        eight high digits of activations are followed by their low ones, not 32
  *   IS_SIGNED        8-bit weights are stored as signed bytes (minus 128)
  *   PREFETCH         distance in bytes at which weights are prefetched for few rows; 0: never
  *   SPINS            calls of `cpu_pause` before a waiting thread sleeps: a quarter of a millisecond
