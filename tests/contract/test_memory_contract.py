@@ -20,7 +20,7 @@ from semantic.application.cache.restore_plan import WantedPart
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.application.engine import restore
-from semantic.application.engine.request import Job
+from semantic.application.engine.request import AheadJob, Job
 from semantic.application.settings import EngineLimits
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockNamespace, BlockPart
@@ -268,6 +268,24 @@ def test_after_a_restart(benches: Benches, subject: Subject, alone: Alone, tmp_p
     fresh = subject.make()
     again = MemoryBench(tmp_path, fresh)
     assert next_turn(again, alone, said).disk >= len(said) - 1
+    again.close()
+    fresh.shutdown()
+    benches()  # for the fixture to end
+
+
+def test_reopened_after_a_restart(
+    benches: Benches, subject: Subject, alone: Alone, tmp_path: Path
+) -> None:
+    said = talk(bench := benches(), alone, 2)
+    bench.close()
+    fresh = subject.make()
+    again = MemoryBench(tmp_path, fresh, BenchLimits(max_idle=2))
+    again.engine.compute_ahead(AheadJob("a", again.root, tuple(said), is_stored=True))
+    while again.engine.has_ahead or again.engine._ahead.sequences:
+        again.engine.step_ahead()
+        again.check()
+        again.wait()
+    assert next_turn(again, alone, said).hot >= len(said) - 1
     again.close()
     fresh.shutdown()
     benches()  # for the fixture to end

@@ -31,7 +31,7 @@ from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
 from semantic.application.agents.volatile import VolatilePrompts
 from semantic.application.engine.device_thread import DeviceThread
-from semantic.application.engine.request import EventSink
+from semantic.application.engine.request import AheadJob, EventSink
 from semantic.application.models.gate import ModelGate
 from semantic.application.models.registry import ModelRegistry
 from semantic.application.models.runtime import Runtime
@@ -48,6 +48,8 @@ from semantic.application.requests.rewriting.repairs import PromptRepairs
 from semantic.application.requests.service import InferenceService
 from semantic.application.requests.stateful import StatefulChat
 from semantic.domain.access import KeyRing
+from semantic.domain.agents import Agent
+from semantic.domain.blocks import BlockName
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.loading import BackendName, ModelLoader, choose_backend
 from semantic.entrypoints.persistence import AgentMemory
@@ -137,7 +139,7 @@ def bootstrap(settings: Settings) -> Server:
     inference.limits = access.limits
     memory.listen(inference.note_remote_turn)
     cache = CacheService(memory.served.get, memory.agents, device, watch, feed, memory.disk)
-    memory.survey = cache.count_sharing
+    memory.survey, memory.reopen = cache.count_sharing, functools.partial(_reopen, device)
     metrics.register_server(cache, watch, functools.partial(getattr, device, "state"))
     lanes = TurnLanes(max_waiting=max_waiting, timeout_s=timeout_s)
     runtime = Runtime(settings.runtime, device, models, memory.disk, memory.resize, set_log_level)
@@ -167,6 +169,11 @@ def bootstrap(settings: Settings) -> Server:
         metrics=metrics,
         history=MetricsHistory(functools.partial(metrics.plotted, watch)),
     )
+
+
+def _reopen(device: DeviceThread, agent: Agent, root: BlockName, tokens: tuple[int, ...]) -> None:
+    name = f"{agent.tenant}/{agent.id}"
+    device.compute_ahead(AheadJob(name, root, tokens, is_stored=True))
 
 
 def image_limits(settings: Settings) -> ImageLimits:

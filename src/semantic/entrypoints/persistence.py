@@ -34,6 +34,7 @@ from semantic.application.engine.speculative import drafts as draft_memory
 from semantic.application.prompt.replay import LedgerReplayStore
 from semantic.application.settings import EngineLimits
 from semantic.domain.access import KeyRing
+from semantic.domain.agents import Agent
 from semantic.domain.blocks import BlockName, BlockOrigin
 from semantic.domain.errors import (
     CachePersistenceError,
@@ -57,7 +58,7 @@ class AgentMemory:
     Attributes:
         disk: Writes and reads blocks; None with durability `none`.
         served: The block store of the served model and its upkeep.
-        survey: See `Upkeep`.
+        survey: See `Upkeep`; `reopen` likewise.
     """
 
     def __init__(self, settings: Settings, telemetry: TelemetryPort | None = None) -> None:
@@ -79,6 +80,7 @@ class AgentMemory:
         self.disk: DiskTier | None = None
         self.served = ServedCache()
         self.survey: Callable[[], None] = lambda: None
+        self.reopen: Callable[[Agent, BlockName, tuple[int, ...]], None] = lambda *_: None
         self._formats = StoredFormats()
         directory = settings.effective_cache_dir if settings.durability != "none" else None
         cipher = load_cipher(settings.encryption_key_file, settings.encryption_key_command)
@@ -251,7 +253,7 @@ class AgentMemory:
                 orphan_ttl_s=settings.orphan_ttl_h * 3600,
             )
             upkeep.shared, upkeep.survey = self._shared_blocks, self.survey
-            upkeep.trim_memory = host_memory.trim
+            upkeep.reopen, upkeep.trim_memory = self.reopen, host_memory.trim
             upkeep.formats = self._formats
             self.served.loaded = ModelCache(store, upkeep)
         upkeep.start(settings.upkeep_interval_s, is_index_lost=self._is_index_lost)

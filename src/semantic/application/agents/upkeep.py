@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 # Latest turns of each agent that stay resumable, for models whose KV cache cannot be truncated at
 # every position.
 _RESUMABLE_TURNS = 2
+_NUM_WARM, _NUM_REOPENED = 64, 16  # agents whose KV cache is read, and restored, at start
 _WARM_SHARE = 0.25
 _SCAN_FILES, _SCAN_PAUSE_S = 16, 0.002  # files scanned between two pauses while requests run
 _LATE_ROUNDS = 5  # a backup older than this many intervals is reported as late
@@ -47,6 +48,8 @@ class Upkeep:
     Attributes:
         shared: Block parts that several servers share; None on a single server.
         survey: Counts blocks and agents for reports, once the index is there.
+        reopen: Restores the sequence of an agent's conversation, given its root and tokens, as soon
+            as no request runs.
         trim_memory: Returns freed memory to the operating system.
         formats: The models and formats that computed the stored blocks.
     """
@@ -79,6 +82,7 @@ class Upkeep:
         self._failures: dict[_Work, str] = {}
         self.shared: SharedBlocksPort | None = None
         self.survey: Callable[[], None] = lambda: None
+        self.reopen: Callable[[Agent, BlockName, tuple[int, ...]], None] = lambda *_: None
         self.trim_memory: Callable[[], None] = lambda: None
         self.formats = StoredFormats()
 
@@ -253,11 +257,17 @@ class Upkeep:
             self._thread.join(timeout_s)
 
     def warm_up(self) -> None:
-        """Prefetch the KV cache of the most recently used agents, within a share of the memory."""
-        agents = self._agents.recent(limit=64)
-        found = self._each("warming up", agents, self._next_parts)
-        parts = [part for parts in found for part in parts or ()]
+        """Prefetch the KV cache of the most recently used agents, within a share of the memory.
+
+        The first of them are also reopened.
+        """
+        agents = self._agents.recent(limit=_NUM_WARM)
+        found = [*self._each("warming up", agents, self._stored)]
+        parts = [part for stored in found if stored for part in self._parts_of(*stored)]
         self._store.prefetch(parts, int(self._store.usage().total * _WARM_SHARE))
+        for agent, stored in list(zip(agents, found, strict=True))[:_NUM_REOPENED]:
+            if stored is not None:
+                self.reopen(agent, *stored)
 
     def reconcile(self, pause_s: float = 0.0) -> None:
         """Make the index match the files; a crash may have updated only one of them.
@@ -367,13 +377,19 @@ class Upkeep:
         return {name for names in found for name in names or ()}
 
     def _next_parts(self, agent: Agent) -> tuple[WantedPart, ...]:
+        stored = self._stored(agent)
+        return self._parts_of(*stored) if stored else ()
+
+    def _stored(self, agent: Agent) -> tuple[BlockName, tuple[int, ...]] | None:
+        """Return the root and the tokens of a conversation with the served model."""
         pointer = self._pointer(agent)
         if pointer is None:
-            return ()
+            return None
         root = self.formats.root_for(agent, pointer)
-        if root not in self._store.roots:
-            return ()
-        return self._store.find_prefix(root, pack_tokens(self._agents.tokens(agent))).parts
+        return (root, tuple(self._agents.tokens(agent))) if root in self._store.roots else None
+
+    def _parts_of(self, root: BlockName, tokens: Sequence[int]) -> tuple[WantedPart, ...]:
+        return self._store.find_prefix(root, pack_tokens(tokens)).parts
 
     def _ledger_pointers(self, *, but: Agent) -> list[Pointer]:
         others = [

@@ -103,9 +103,8 @@ class BlockPoolBatchEngine:
         self._orders, self._sequence_ids = itertools.count(), itertools.count()
         self._embeddings = EmbeddingQueue(backend, self._memory, self._sequence_ids)
         self._watch = EngineWatch(store.telemetry)
-        self._ahead = AheadQueue(
-            backend, self._memory, self._sequence_ids, budget, self._watch.counts
-        )
+        ids = self._sequence_ids
+        self._ahead = AheadQueue(backend, self._memory, store, ids, budget, on_ready)
         self._admission = SequenceAdmission(
             self._memory,
             self._scheduler,
@@ -129,15 +128,15 @@ class BlockPoolBatchEngine:
     @property
     def has_ahead(self) -> bool:
         """Whether there are prompts to compute ahead, with `step_ahead` while there is no work."""
-        return bool(self._ahead.jobs)
+        return self._ahead.can_step
 
     def submit(self, job: Job | EmbeddingJob) -> None:
         """Queue a job; a prompt too long to run even alone fails immediately."""
         if isinstance(job, EmbeddingJob):
+            self._ahead.interrupt()
             self._embeddings.jobs.append(job)
             return
-        if not job.is_ephemeral:
-            self._ahead.jobs.pop(job.agent, None)
+        self._ahead.interrupt(None if job.is_ephemeral else job.agent)
         token_bytes = self._tokenizer.token_bytes
         assembler = TextAssembler(token_bytes, job.stop.strings, job.visible, job.spelled)
         block_tokens = self._backend.spec.block_tokens
@@ -164,7 +163,7 @@ class BlockPoolBatchEngine:
             self._finish(generation, FinishReason.CANCELLED)
 
     def close_idle(self, agent: str) -> None:
-        self._ahead.jobs.pop(agent, None)
+        self._ahead.interrupt(agent)
         self._memory.close_idle_of(agent)
 
     def compute_ahead(self, job: AheadJob) -> None:
@@ -221,7 +220,7 @@ class BlockPoolBatchEngine:
     def abandon(self, error: SemanticError) -> None:
         """Fail every request and close all sequences unsealed: at shutdown or an internal error."""
         self._launched.clear()
-        self._ahead.jobs.clear()
+        self._ahead.clear()
         self._memory.close_all()
         for generation in list(self._generations.values()):
             self._planner.forget(generation)
@@ -237,6 +236,7 @@ class BlockPoolBatchEngine:
         self._emit_events()
 
     def resize(self, nbytes: int) -> None:
+        self._ahead.interrupt()
         self._memory.resize_budget(nbytes)
 
     def check_integrity(self) -> None:
@@ -246,7 +246,8 @@ class BlockPoolBatchEngine:
         running = {g.seq for g in self._scheduler.running}
         lingering = {g.seq for g in self._generations.values() if g.is_done and g.progress.num_rows}
         idle = {copy.seq for copy in self._memory.idle}
-        others = self._embeddings.sequences | {guest.seq for guest in self._guests}
+        others = self._embeddings.sequences | self._ahead.sequences
+        others |= {guest.seq for guest in self._guests}
         if self._memory.sequences != running | lingering | idle | others:
             raise AssertionError("memory is reserved for sequences that are not open")
 

@@ -65,6 +65,10 @@ class IdleCopies:
     def put(self, copy: IdleCopy) -> None:
         self._copies[copy.seq] = copy
 
+    def put_oldest(self, copy: IdleCopy) -> None:
+        self.put(copy)
+        self._copies.move_to_end(copy.seq, last=False)
+
     def remove(self, seq: SequenceId) -> None:
         copy = self._copies.pop(seq, None)
         if copy is not None:
@@ -233,14 +237,16 @@ class WorkingMemory:
             copy.seq, length, may_evict=False
         )
 
+    def open_idle(self, seq: SequenceId, length: int, max_idle: int) -> bool:
+        """Reserve memory for another idle copy; False if that takes more than is free."""
+        lengths = [length, *(len(copy.tokens) for copy in self.idle)]
+        return self._may_be_idle(lengths, max_idle) and self.resize(seq, length, may_evict=False)
+
     def fork_idle(
         self, copy: IdleCopy, seq: SequenceId, num_tokens: int, max_idle: int
     ) -> IdleCopy | None:
         """Fork an idle copy; None if that takes more than is free, or the model cannot be cut."""
-        lengths = [num_tokens, *(len(other.tokens) for other in self.idle)]
-        if not self._may_be_idle(lengths, max_idle):
-            return None
-        if not self.resize(seq, num_tokens, may_evict=False):
+        if not self.open_idle(seq, num_tokens, max_idle):
             return None
         if not self._backend.fork(copy.seq, seq, num_tokens):
             self.resize(seq, 0)

@@ -110,18 +110,20 @@ class GuestSequence:
 
 @dataclass(frozen=True, slots=True)
 class AheadJob:
-    """The beginning of an agent's next prompt, to compute while no request runs.
+    """The beginning of an agent's next prompt, to prepare while no request runs.
 
     Attributes:
         agent: As in `Job`; the agent's next request replaces this job.
         tokens: The whole conversation as far as it is known or predicted.
         images: The images in `tokens`, in ascending order.
+        is_stored: Whether to restore the tokens from sealed blocks, and compute nothing.
     """
 
     agent: str
     root: BlockName
     tokens: tuple[int, ...]
     images: tuple[ImageSpan, ...] = ()
+    is_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@
    `head_source.py` with the served model's own head.
 4. `planner.py` decides which source to ask, which rows of the next step carry draft tokens, and how
    many, from measured acceptance rates and costs.
-5. `ahead.py` computes the beginnings of expected prompts while no request runs.
+5. `ahead.py` computes the beginnings of expected prompts while no request runs, and `reopening.py`
+   restores stored conversations.
 
 The model verifies every draft token, so drafts change the speed of a reply and never its tokens.
 """

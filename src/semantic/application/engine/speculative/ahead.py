@@ -1,4 +1,4 @@
-"""Computes the beginnings of expected prompts while no request runs.
+"""Computes the beginnings of expected prompts while no request runs; then reopens conversations.
 
 A job lengthens its agent's idle copy, a short step at a time. Between steps the copy is a valid
 source for any request, so a request never waits for more than the step in progress. Nothing is
@@ -11,18 +11,19 @@ also stays if the expected prompt departs from it before its end.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.memory import IdleCopy, WorkingMemory
 from semantic.application.engine.request import AheadJob, as_backend_error
+from semantic.application.engine.speculative.reopening import ReopenQueue
 from semantic.application.engine.steps import ChunkBudget
 from semantic.application.settings import EngineLimits
 from semantic.domain.blocks import common_prefix
 from semantic.domain.images.spans import cut_before_image, spans_within, whole_chunk_end
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import Chunk, ModelBackendPort, RowFailed, SequenceId, Step
-from semantic.ports.telemetry import EngineCounts
 
 _log = logging.getLogger(__name__)
 _MAX_JOBS = 64
@@ -49,17 +50,32 @@ class AheadQueue:
         self,
         backend: ModelBackendPort,
         memory: WorkingMemory,
+        store: AgentCacheStore,
         new_ids: Iterator[int],
         budget: ChunkBudget,
-        counts: EngineCounts,
+        on_ready: Callable[[], None],
     ) -> None:
+        """`on_ready` is called on any thread when a read that the next step waits for completes."""
         self._backend, self._memory, self._new_ids = backend, memory, new_ids
-        self._budget, self._counts = budget, counts
+        self._budget, self._counts = budget, store.telemetry.counts.engine
+        self._reopening = ReopenQueue(backend, memory, store, new_ids, on_ready)
         self._can_cut_anywhere = backend.spec.kinds == (LayerKind.FULL,)
         self.jobs: OrderedDict[str, AheadJob] = OrderedDict()
         self._started: tuple[AheadJob, _Progress] | None = None
 
+    @property
+    def can_step(self) -> bool:
+        return bool(self.jobs) or self._reopening.can_step
+
+    @property
+    def sequences(self) -> set[SequenceId]:
+        """Open sequences that are not idle copies yet."""
+        return self._reopening.sequences
+
     def add(self, job: AheadJob) -> None:
+        if job.is_stored:
+            self._reopening.add(job)
+            return
         self.jobs[job.agent] = job
         self.jobs.move_to_end(job.agent)
         if len(self.jobs) > _MAX_JOBS:
@@ -67,6 +83,9 @@ class AheadQueue:
 
     def step(self, limits: EngineLimits) -> None:
         """Compute the next tokens of the first job; drops a job that is done or cannot go on."""
+        if not self.jobs:
+            self._reopening.step(limits.max_idle)
+            return
         job = next(iter(self.jobs.values()))
         progress = self._progress(job, limits)
         if progress is not None and self._attempt(job, progress, limits):
@@ -74,6 +93,16 @@ class AheadQueue:
         del self.jobs[job.agent]
         if progress is not None and progress.is_fork and not progress.copy.num_ahead:
             self._memory.close_sequence(progress.copy.seq)
+
+    def interrupt(self, agent: str | None = None) -> None:
+        """Make way for a request, of this agent unless it is ephemeral."""
+        if agent is not None:
+            self.jobs.pop(agent, None)
+        self._reopening.interrupt(agent)
+
+    def clear(self) -> None:
+        self.jobs.clear()
+        self._reopening.clear()
 
     def _attempt(self, job: AheadJob, progress: _Progress, limits: EngineLimits) -> bool:
         try:
