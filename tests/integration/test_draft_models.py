@@ -46,7 +46,7 @@ def loader(home: Path, **settings: Any) -> ModelLoader:
 
 
 def ask(http: httpx.Client, **fields: Any) -> tuple[str, dict[str, Any]]:
-    body = {"messages": QUESTION, "temperature": 0, "max_tokens": 60, **fields}
+    body = {"messages": QUESTION, "temperature": 0, "max_tokens": 120, **fields}
     reply = http.post("/v1/chat/completions", json=body).raise_for_status().json()
     return reply["choices"][0]["message"]["content"], reply["usage"]["completion_tokens_details"]
 
