@@ -73,7 +73,8 @@ def load(file: Path = FILE) -> list[dict[str, Any]]:
 
 def headline(records: Sequence[Record]) -> str:
     """Make README's first line, with every machine on which both servers restarted."""
-    times = [(_ratio(record, RESTART), record["title"]) for record in records]
+    usual = [record for record in records if record["kernels"] == "auto"]
+    times = [(_ratio(record, RESTART), record["title"]) for record in usual]
     (most, where), *rest = sorted(((ratio, title) for ratio, title in times if ratio), reverse=True)
     others = "".join(f", {ratio:.0f} times on {title}" for ratio, title in rest)
     return (
