@@ -46,6 +46,25 @@ def test_prefetch_loads_an_agent_before_its_next_turn(http: httpx.Client) -> Non
     assert say(http, "a", "two")["reuse"]["pool"] >= tokens - 1
 
 
+def test_after_a_restart_the_latest_agents_go_on_hot(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    with run_server(settings) as server, server.client() as http:
+        make(http, id="a", system=LONG)
+        before = say(http, "a", "one")
+    with run_server(settings) as server, server.client() as http:
+        device = server.server.device
+        await_that(lambda: device.run_between_steps(lambda engine: len(engine._memory.idle)))
+        reply = say(http, "a", "two")
+        assert reply["reuse"]["hot"] > before["usage"]["prompt_tokens"]
+        assert reply["reuse"]["pool"] == reply["reuse"]["disk"] == 0
+    with run_server(make_settings(tmp_path / "other")) as server, server.client() as http:
+        make(http, id="a", system=LONG)
+        assert [say(http, "a", text)["text"] for text in ("one", "two")] == [
+            before["text"],
+            reply["text"],
+        ]
+
+
 def test_what_a_pinned_agent_reaches_is_pinned(http: httpx.Client, running: RunningServer) -> None:
     def num_pinned() -> int:
         nodes = running.server.memory.cache.store.nodes()

@@ -14,6 +14,7 @@ import copy
 import hashlib
 import json
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -262,7 +263,7 @@ class Renderer:
         walk.advance(kept_end)
         num_tokens, cut = len(walk.tokens), walk.ahead(kept_end)
         walk.advance(len(text))
-        return num_tokens + common_prefix(list(cut), walk.tokens[num_tokens:])
+        return num_tokens + common_prefix(cut, walk.tokens[num_tokens:])
 
     def _num_head(
         self, request: ChatRequest, today: date | None, digest: bytes, root: bytes
@@ -278,7 +279,7 @@ class Renderer:
             self._heads.put(digest, num_head)
         return num_head
 
-    def _tokens(self, request: ChatRequest, today: date | None, root: bytes) -> list[int]:
+    def _tokens(self, request: ChatRequest, today: date | None, root: bytes) -> "array[int]":
         text = self._write(self._composer.compose(request, today))
         walk = self._walk(text, root)
         walk.advance(len(text))

@@ -192,7 +192,7 @@ class TokenWalk:
         self._prepared = images or {}
         self._next = 0
         self.position = 0
-        self.tokens: list[int] = []
+        self.tokens = array("I")  # packed: a long prompt is hashed and copied without objects
         self.images: list[ImageSpan] = []
 
     def advance(self, end: int) -> None:
