@@ -72,6 +72,9 @@ _MAX_DETAIL_CHARS = 10_000
 # Left out of a turn's row if they are empty, as in most turns.
 _OPTIONAL = ("tools", "is_thinking", "miss", "repairs", "timing")
 
+# Made once: a start decodes every agent.
+_OWN_JSON = json.JSONDecoder(parse_constant=lambda _: None)
+
 _T = TypeVar("_T")
 
 
@@ -128,9 +131,7 @@ def _schema(kind: type[Any], **limits: Any) -> Any:
         plain = Count if field.type is int else field.type
         shape[field.name] = (limits.get(field.name, plain), default)
     model = create_model(kind.__name__, __config__=_STRICT, **shape)
-    return Annotated[
-        model, AfterValidator(lambda made: kind(**{n: getattr(made, n) for n in shape}))
-    ]
+    return Annotated[model, AfterValidator(lambda made: kind(**vars(made)))]
 
 
 def _tuple_of(item: Any, **limits: Any) -> Any:
@@ -250,7 +251,7 @@ def parse(text: str | bytes, *, is_foreign: bool = False) -> Any:
     """
     whole = text if isinstance(text, str) else text.decode("utf-8", "surrogatepass")
     if not is_foreign:
-        return json.loads(_whole_characters(whole), parse_constant=lambda _: None)
+        return _OWN_JSON.decode(_whole_characters(whole))
     value = json.loads(whole)
     if fault := json_fault(value):
         raise ValueError(fault)

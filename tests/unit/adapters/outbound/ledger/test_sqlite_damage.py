@@ -4,6 +4,7 @@ import random
 import shutil
 import sqlite3
 import tempfile
+import zlib
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -60,6 +61,14 @@ def fill(directory: Path, *, is_backed_up: bool = True) -> None:
         if is_backed_up:
             ledger.back_up()
         ledger.apply([PutTurn("local", DEEP_TURN), PutAgent(DEEP_AGENT)], is_synced=False)
+
+
+def test_the_checksum_of_a_row() -> None:
+    row = with_checksum(ledger_schema.TENANTS, ("local", b"salt"))
+    assert row == ("local", b"salt", zlib.crc32(b"5:local4:salt"))
+    turn = ("t", "local", None, "a", 2, 0.5, b"root", b"block", 2, 1, b"\1\2", "{}")
+    summed = zlib.crc32(b"1:t5:local4:None1:a1:23:0.52:\1\x022:{}")  # not what may change
+    assert with_checksum(ledger_schema.TURNS, turn) == (*turn, summed)
 
 
 @pytest.fixture(scope="module")
