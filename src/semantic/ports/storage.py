@@ -70,8 +70,12 @@ class BlockFilesPort(Protocol):
     def scan(self) -> Iterator[BlockPart]:
         """Yield the part described in the header of every file; quarantines incomplete files."""
 
-    def origins(self) -> Sequence[BlockOrigin]:
-        """Return what computed the blocks of each root, those with the most files first."""
+    def origins(self, parts: Sequence[BlockPart] | None = None) -> Sequence[BlockOrigin]:
+        """Return what computed the blocks of each root, those with the most files first.
+
+        Args:
+            parts: All parts, if they are known; None lists the directories, which may take long.
+        """
 
     def used_bytes(self) -> int:
         """Return the size of the directory, with other models' files, quarantine and the ledger."""

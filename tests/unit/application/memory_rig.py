@@ -121,7 +121,8 @@ class MemoryFiles:
             if key not in self.bad:
                 yield part
 
-    def origins(self) -> list[BlockOrigin]:
+    def origins(self, parts: Sequence[BlockPart] | None = None) -> list[BlockOrigin]:
+        del parts
         numbers = Counter((part.root, payload.abi) for part, payload in self.files.values())
         return [BlockOrigin(root, "", abi, "raw", n) for (root, abi), n in numbers.most_common()]
 

@@ -29,7 +29,13 @@ from semantic.adapters.outbound.blocks import encryption, listing
 from semantic.adapters.outbound.blocks import format as block_format
 from semantic.adapters.outbound.blocks.encryption import Piece
 from semantic.adapters.outbound.blocks.format import KVCodec
-from semantic.adapters.outbound.blocks.listing import BLOCKS, QUARANTINE, SUFFIX, TEMPORARY
+from semantic.adapters.outbound.blocks.listing import (
+    BLOCKS,
+    QUARANTINE,
+    SUFFIX,
+    TEMPORARY,
+    Shard,
+)
 from semantic.adapters.outbound.cipher import Cipher
 from semantic.adapters.outbound.ledger.files import sync
 from semantic.domain.blocks import BlockName, BlockOrigin, BlockPart
@@ -40,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MAX_FILE = 2**31 - 2**12  # the most that one read returns
-_MAX_TRIED = 8  # files of a root whose headers are tried to find its origin
+_MAX_TRIED = 8  # files of a root, or of a directory, whose headers are tried to find its origin
 _MAX_LOGGED = 20  # bad files that a scan logs by name; it only counts the others
 # Block files are regular files: do not follow links, and do not wait for a pipe's writer.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -87,8 +93,9 @@ class BlockTree:
         levels = (BLOCKS, path.root, path.shard)
         return self._opened(*levels, is_made=is_made, is_synced=is_synced)
 
-    def paths(self) -> Iterator[FilePath]:
-        return (FilePath(*names) for names in listing.block_files(self._opened))
+    def shards(self) -> Iterator[Shard]:
+        """List all directories of block files, each of which is open until the next."""
+        return listing.shards(self._opened)
 
     def empty_quarantine(self, before: float) -> int:
         return listing.empty_quarantine(self._opened, before)
@@ -249,18 +256,15 @@ class SafetensorsCache:
                 self._used -= freed
         return freed
 
-    def origins(self) -> list[BlockOrigin]:
+    def origins(self, parts: Sequence[BlockPart] | None = None) -> list[BlockOrigin]:
         # One header per root is enough. No lock is needed, since nothing changes.
         found: dict[str, BlockOrigin] = {}
         numbers: Counter[str] = Counter()
-        for path in self._tree.paths():
-            if path.is_temporary:
-                continue
-            numbers[path.root] += 1
-            if path.root in found or numbers[path.root] > _MAX_TRIED:
-                continue
-            with contextlib.suppress(CacheCorruptionError, OSError, ValueError):
-                found[path.root] = self._origin(path)
+        for path, num_files in self._listed() if parts is None else _some_of_each_root(parts):
+            numbers[path.root] += num_files
+            if path.root not in found:
+                with contextlib.suppress(CacheCorruptionError, OSError, ValueError):
+                    found[path.root] = self._origin(path)
         return [replace(found[r], num_files=n) for r, n in numbers.most_common() if r in found]
 
     def relative_path(self, part: BlockPart) -> str:
@@ -273,11 +277,9 @@ class SafetensorsCache:
         `on_removed` with the name of each quarantined file and the reason; None logs them.
         """
         num_removed = 0
-        for path in self._tree.paths():
-            if path.name.startswith(self._token):
-                continue
+        for path, directory in self._found():
             try:
-                part = self._identified(path)
+                part = self._identified(path, directory)
             except CacheCorruptionError as error:
                 with contextlib.suppress(OSError):
                     self._quarantine(path)
@@ -315,12 +317,28 @@ class SafetensorsCache:
         opened[:] = plain
         return opened
 
-    def _identified(self, path: FilePath) -> BlockPart:
+    def _listed(self) -> Iterator[tuple[FilePath, int]]:
+        """Some files of every directory, and how many files each stands for."""
+        for shard in self._tree.shards():
+            names = [name for name in shard.files if not name.endswith(TEMPORARY)]
+            for place, name in enumerate(names[:_MAX_TRIED]):
+                yield FilePath(shard.root, shard.name, name), 0 if place else len(names)
+
+    def _found(self) -> Iterator[tuple[FilePath, int]]:
+        """All files, except those that this process is writing, and handles of their directories.
+
+        Opening the directory for every file would take as long as reading the file's header.
+        """
+        for shard in self._tree.shards():
+            for name in shard.files:
+                if not name.startswith(self._token):
+                    yield FilePath(shard.root, shard.name, name), shard.directory
+
+    def _identified(self, path: FilePath, directory: int) -> BlockPart:
         if path.is_temporary:
             raise CacheCorruptionError("the file is unfinished")
         try:
-            with self._tree.shard(path) as directory:
-                head, tokens, status = _read_beginning(path.name, directory, self._cipher)
+            head, tokens, status = _read_beginning(path.name, directory, self._cipher)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
@@ -365,6 +383,18 @@ class SafetensorsCache:
             os.unlink(name, dir_fd=directory)
             if self._used is not None:
                 self._used -= num_bytes
+
+
+def _some_of_each_root(parts: Sequence[BlockPart]) -> Iterator[tuple[FilePath, int]]:
+    """Some files of every root, and how many files each stands for."""
+    numbers: Counter[BlockName] = Counter()
+    some: list[BlockPart] = []
+    for part in parts:
+        numbers[part.root] += 1
+        if numbers[part.root] <= _MAX_TRIED:
+            some.append(part)
+    for part in some:
+        yield FilePath.of(part), numbers.pop(part.root, 0)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from semantic.domain.spec import LayerKind
@@ -25,12 +26,28 @@ _IS_QUARANTINED = re.compile(rf"([0-9]{{13}})-[0-9]+-{_FILE}").fullmatch
 OpenDirectory: TypeAlias = Callable[..., contextlib.AbstractContextManager[int]]
 
 
-def block_files(opened: OpenDirectory) -> Iterator[tuple[str, str, str]]:
-    """Yield root, shard and name of all files named like a block or an unfinished file."""
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A directory of block files, which is open until the next one is listed.
+
+    Attributes:
+        directory: Its handle.
+        files: Names of the files in it that are named like a block or an unfinished file.
+    """
+
+    root: str
+    name: str
+    directory: int
+    files: list[str]
+
+
+def shards(opened: OpenDirectory) -> Iterator[Shard]:
+    """List all directories of block files, one after another."""
     for root in filter(_IS_ROOT, _names(opened, BLOCKS)):
-        for shard in filter(_IS_SHARD, _names(opened, BLOCKS, root)):
-            for name in filter(_IS_FILE, _names(opened, BLOCKS, root, shard, is_directory=False)):
-                yield root, shard, name
+        for name in filter(_IS_SHARD, _names(opened, BLOCKS, root)):
+            with contextlib.suppress(OSError), opened(BLOCKS, root, name) as directory:
+                files = list(filter(_IS_FILE, _listed(directory, is_directory=False)))
+                yield Shard(root, name, directory, files)
 
 
 def empty_quarantine(opened: OpenDirectory, before: float) -> int:
@@ -51,7 +68,12 @@ def empty_quarantine(opened: OpenDirectory, before: float) -> int:
 
 def _names(opened: OpenDirectory, *levels: str, is_directory: bool = True) -> list[str]:
     try:
-        with opened(*levels) as handle, os.scandir(handle) as entries:
-            return [e.name for e in entries if e.is_dir(follow_symlinks=False) is is_directory]
+        with opened(*levels) as handle:
+            return _listed(handle, is_directory=is_directory)
     except OSError:
         return []
+
+
+def _listed(directory: int, *, is_directory: bool) -> list[str]:
+    with os.scandir(directory) as entries:
+        return [e.name for e in entries if e.is_dir(follow_symlinks=False) is is_directory]

@@ -71,25 +71,30 @@ def test_each_root_names_the_model_that_computed_it(
 ) -> None:
     other = BlockNamespace("example", "other").root()
     cache.fingerprint_of = {ROOT: "model", other: ""}.__getitem__
-    for part in (make_part((1, 2)), *(make_part((n,), parent=other, root=other) for n in (1, 2))):
-        put(cache, part)
-    assert SafetensorsCache(tmp_path).origins() == [
-        BlockOrigin(other, "", "demo.v1", "raw", 2),
-        BlockOrigin(ROOT, "model", "demo.v1", "raw", 1),
-    ]
+    of_other = [make_part((n,), parent=other, root=other) for n in (1, 2)]
+    parts = [put(cache, part) for part in (make_part((1, 2)), *of_other)]
+    for known in (None, parts):
+        assert SafetensorsCache(tmp_path).origins(known) == [
+            BlockOrigin(other, "", "demo.v1", "raw", 2),
+            BlockOrigin(ROOT, "model", "demo.v1", "raw", 1),
+        ]
 
 
 def test_bad_files_are_ignored_and_left(cache: SafetensorsCache, tmp_path: Path) -> None:
     good, bad = put(cache, make_part((1,))), put(cache, make_part((2,)))
+    parts = [bad, good]
     lost = BlockNamespace("example", "lost").root()
-    put(cache, make_part((3,), parent=lost, root=lost))
+    parts.append(put(cache, make_part((3,), parent=lost, root=lost)))
     for path in (
         file_of(tmp_path, bad),
         file_of(tmp_path, make_part((3,), parent=lost, root=lost)),
     ):
         path.write_bytes(b"nonsense")
     before = sorted(all_files(tmp_path))
-    assert SafetensorsCache(tmp_path).origins() == [BlockOrigin(ROOT, "", "demo.v1", "raw", 2)]
+    for known in (None, parts):
+        assert SafetensorsCache(tmp_path).origins(known) == [
+            BlockOrigin(ROOT, "", "demo.v1", "raw", 2)
+        ]
     assert sorted(all_files(tmp_path)) == before
     assert cache.read(good).end == 1
 
