@@ -152,6 +152,10 @@ class BlockPart:
     def key(self) -> "PartKey":
         return (self.name, self.kind)
 
+    def is_same_block(self, other: "BlockPart") -> bool:
+        """Whether both have the tokens and the parent from which a block's name is computed."""
+        return self.tokens == other.tokens and self.parent == other.parent
+
     @property
     def num_tokens(self) -> int:
         return len(self.tokens) // TOKEN_BYTES

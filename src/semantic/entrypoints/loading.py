@@ -22,6 +22,7 @@ import structlog
 
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
 from semantic.adapters.extras import install_command, missing_extra
+from semantic.adapters.outbound import host_memory
 from semantic.adapters.outbound.backends.mlx import runtime as mlx_runtime
 from semantic.adapters.outbound.backends.torch.native.variants import NativeBuild
 from semantic.adapters.outbound.models.compute_choices import ComputeChoices, cpu_name
@@ -252,10 +253,7 @@ class ModelLoader:
         drafting = None if has_head else self._draft_entry(entry, on_progress)
         on_progress(f"importing {self._backend_name}")
         make = self._importer()(settings)
-        if not gc.get_freeze_count():
-            # Libraries stay loaded; scanning their objects would cost a decode step 40 ms and a
-            # swap 0.4 s.
-            gc.freeze()
+        host_memory.freeze_libraries()
         # The served model is loaded last: what the process has once is set up for it.
         draft = self._load_draft(entry, drafting, directory, make, on_progress)
         with contextlib.ExitStack() as on_failure:

@@ -5,6 +5,7 @@ block store is created later, when the model's geometry is known.
 """
 
 import functools
+import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from semantic.application.agents.ledger import AgentLedger, write_at_once
 from semantic.application.agents.storage_quota import StorageQuota, TenantQuotas
 from semantic.application.agents.upkeep import Upkeep
 from semantic.application.cache.formats import ServedFormat, StoredFormats
+from semantic.application.cache.index import BlockIndex
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.application.engine.engine import BlockPoolBatchEngine
@@ -50,6 +52,7 @@ from semantic.ports.telemetry import TelemetryPort
 _DRAFT_SHARE = 64  # a budget below this many times the draft memory does not reserve it
 _log = structlog.get_logger(__name__)
 _FLUSH_S = 0.5
+_MANY = 10_000  # agents and blocks that garbage collection takes 50 ms to scan
 
 
 class AgentMemory:
@@ -91,15 +94,18 @@ class AgentMemory:
         is_shared = settings.store == "shared"
         self._shared = open_shared_store(settings, own) if is_shared else None
         self.ledger: LedgerPort = own if self._shared is None else self._shared.ledger
+        self._index = BlockIndex()
         state = self._load()
         self._loss = state.problem
         for problem in filter(None, (self._loss, own.problem)):
             _log.warning("ledger problem", problem=problem)
         self._num_agents, self._num_parts = len(state.agents), len(state.parts)
-        self._parts = state.parts  # released once the store has restored its index
         self._is_index_lost = state.is_index_lost
         if directory is not None:
             self._files = SafetensorsCache(directory, self.codec, cipher)
+            # Listing the directories of a million files may take longer than all else.
+            known = self._files.origins(None if state.is_index_lost else state.parts)
+            self._formats = StoredFormats(known)
             self.disk = self._make_disk(self._files)
         write = self.disk.change if self.disk else write_at_once(self.ledger)
         self._shared_blocks: SharedBlocksPort | None = None
@@ -117,11 +123,17 @@ class AgentMemory:
             self.disk.start(self.served.is_on_disk)  # agents may change before a model is loaded
 
     def _load(self) -> LedgerState:
-        try:
-            return self.ledger.load()
-        except CachePersistenceError:
-            self._unlock(is_refused=True)
-            raise
+        """Read the ledger, and restore the index from it."""
+        with host_memory.without_collection():
+            try:
+                state = self.ledger.load()
+            except CachePersistenceError:
+                self._unlock(is_refused=True)
+                raise
+            self._index.restore(state.parts)
+            if len(state.agents) + len(state.parts) >= _MANY:
+                gc.freeze()  # they stay; scanning a million blocks would halt all turns for seconds
+        return state
 
     def _make_agents(self, state: LedgerState, write: WriteChanges) -> AgentLedger:
         settings, shared = self._settings, self._shared
@@ -199,8 +211,6 @@ class AgentMemory:
         """
         self._owners.serve(model.naming)
         roots = [model.root(principal) for principal in self.agents.principals()]
-        if self.served.loaded is None:
-            self._formats = StoredFormats(self.origins())
         self._serve_format(model)
         if self.served.loaded is None:
             self._open_cache(model.backend.spec, roots)
@@ -234,13 +244,12 @@ class AgentMemory:
             on_moved=self.agents.log.move,
             telemetry=self._telemetry,
             shared=self._shared_blocks,
+            index=self._index,
         )
         store.serve(spec, roots)
         drafts_bytes = draft_memory.MEMORY_BYTES
         if settings.runtime.draft_tokens and self._memory_bytes >= _DRAFT_SHARE * drafts_bytes:
             store.reserve(drafts_bytes)  # counts against the KV cache's budget
-        store.restore_index(self._parts)
-        self._parts = ()
         with self._closing:
             if self._is_closed:
                 raise DrainingError("the server is shutting down.")

@@ -17,7 +17,6 @@ from semantic.domain.blocks import (
     TOKEN_BYTES,
     BlockName,
     BlockPart,
-    PartKey,
     common_prefix,
     packed_block_name,
 )
@@ -93,15 +92,24 @@ class BlockNode:
 class _Siblings:
     __slots__ = ("by_tokens", "lengths", "ordered")
 
-    def __init__(self) -> None:
-        self.by_tokens: dict[bytes, BlockNode] = {}
-        self.ordered: list[bytes] = []
-        self.lengths: Counter[int] = Counter()
+    def __init__(self, first: BlockNode) -> None:
+        # Most nodes have no siblings, and a start creates a million of these.
+        self.by_tokens = {first.tokens: first}
+        self.ordered = [first.tokens]
+        self.lengths = {len(first.tokens): 1}  # how many nodes have each
 
     def add(self, node: BlockNode) -> None:
-        if node.tokens not in self.by_tokens:
-            insort(self.ordered, node.tokens)
-            self.lengths[len(node.tokens)] += 1
+        insort(self.ordered, node.tokens)
+        self._count(node)
+
+    def append(self, node: BlockNode) -> None:
+        """Add one of many nodes; `ordered` must be sorted after the last."""
+        self.ordered.append(node.tokens)
+        self._count(node)
+
+    def _count(self, node: BlockNode) -> None:
+        length = len(node.tokens)
+        self.lengths[length] = self.lengths.get(length, 0) + 1
         self.by_tokens[node.tokens] = node
 
     def remove(self, node: BlockNode) -> None:
@@ -216,9 +224,11 @@ class BlockIndex:
     def disk_bytes(self, root: BlockName) -> int:
         return self._disk_bytes[root]
 
-    def has_file(self, key: PartKey) -> bool:
-        node = self._nodes.get(key[0])
-        return node is not None and key[1] in node.files
+    def has_file(self, part: BlockPart) -> bool:
+        """Whether a part's file is known, by a row that is not damaged."""
+        node = self._nodes.get(part.name)
+        known = node.files.get(part.kind) if node is not None else None
+        return known is not None and known.is_same_block(part)
 
     def put_payloads(self, node: BlockNode, payloads: Mapping[LayerKind, KVPayload]) -> None:
         node.payloads.update(payloads)
@@ -231,7 +241,8 @@ class BlockIndex:
         self.note_change(node.name)
 
     def put_file(self, node: BlockNode, part: BlockPart) -> None:
-        self.pop_file(node, part.kind)
+        if part.kind in node.files:
+            self.pop_file(node, part.kind)
         node.files[part.kind] = part
         self.version += 1
         self.note_change(node.name)
@@ -248,13 +259,59 @@ class BlockIndex:
     def add(self, root: BlockName, parent: BlockName, start: int, tokens: bytes) -> BlockNode:
         """Return the node with this parent and these tokens; create it if it is unknown."""
         name = packed_block_name(parent, tokens)
-        node = self._nodes.get(name)
-        if node is None:
-            node = BlockNode(root, name, parent, start, tokens)
-            self._nodes[name] = node
-            self.version += 1
-            self._followers.setdefault(parent, _Siblings()).add(node)
+        node, siblings = self._nodes.get(name), self._followers.get(parent)
+        listed = siblings.by_tokens.get(tokens) if siblings is not None else None
+        if node is not None and node is listed:
+            return node
+        for damaged in (node, listed):
+            if damaged is not None:
+                self._forget(damaged)
+        node = self._nodes[name] = BlockNode(root, name, parent, start, tokens)
+        if parent in self._followers:
+            self._followers[parent].add(node)
+        else:
+            self._followers[parent] = _Siblings(node)
+        self.version += 1
         return node
+
+    def restore(self, parts: Iterable[BlockPart]) -> None:
+        """Add many files, and sort all nodes by age.
+
+        A name is not compared with the tokens, although rows of the ledger may be damaged: that
+        would take as long as everything else. Damage is found when the file is read, when the same
+        block is added, and when the files are compared with the index.
+        """
+        others = [part for part in parts if not self._restore_node(part)]
+        for siblings in self._followers.values():
+            siblings.ordered.sort()
+        for part in others:
+            node = self._nodes.get(part.name)
+            if node is None or (node.parent, node.tokens) != (part.parent, part.tokens):
+                node = self.add(part.root, part.parent, part.start, part.tokens)
+            self.put_file(node, part)
+            node.last_used = max(node.last_used, part.last_used)
+        self.sort_by_age()
+
+    def _restore_node(self, part: BlockPart) -> bool:
+        """Add a node for a file; False if there is one of its name or of its tokens."""
+        name, parent, tokens = part.name, part.parent, part.tokens
+        siblings = self._followers.get(parent)
+        if name in self._nodes or (siblings is not None and tokens in siblings.by_tokens):
+            return False
+        node = BlockNode(part.root, name, parent, part.start, tokens, last_used=part.last_used)
+        self._nodes[name] = node
+        if siblings is None:
+            self._followers[parent] = _Siblings(node)
+        else:
+            siblings.append(node)
+        self.put_file(node, part)
+        return True
+
+    def _forget(self, node: BlockNode) -> None:
+        """Remove a node that a damaged row described; its file is compared with the index later."""
+        for kind in tuple(node.files):
+            self.pop_file(node, kind)
+        self.remove(node)
 
     def remove(self, node: BlockNode) -> None:
         """Remove a node. Its followers stay, because the same block may be added again."""

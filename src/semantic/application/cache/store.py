@@ -7,7 +7,7 @@ works for any model and does not interpret payloads.
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from semantic.application.cache.index import BlockNode
+from semantic.application.cache.index import BlockIndex, BlockNode
 from semantic.application.cache.restore_plan import (
     ReadCosts,
     RestorePlan,
@@ -51,13 +51,17 @@ class AgentCacheStore:
         now: Callable[[], float] = time.time,
         telemetry: TelemetryPort | None = None,
         shared: SharedBlocksPort | None = None,
+        index: BlockIndex | None = None,
     ) -> None:
-        """`on_moved` is called in the lock when pointers to one block must move to another."""
+        """Start with the blocks of `index`, which must not be used elsewhere; None is empty.
+
+        `on_moved` is called in the lock when pointers to one block must move to another.
+        """
         self.telemetry: TelemetryPort = telemetry or NoTelemetry()
         self.counts: CacheCounts = self.telemetry.counts.cache
         self._pool = pool
         self._now = now
-        self.tiers = BlockTiers(pool, disk, self.counts, on_moved, shared)
+        self.tiers = BlockTiers(pool, disk, self.counts, on_moved, shared, index)
         self.read_costs = ReadCosts(
             disk.cost.seconds_to_read if disk else None, shared.seconds_to_read if shared else None
         )
@@ -286,24 +290,27 @@ class AgentCacheStore:
 
     def restore_index(self, parts: Iterable[BlockPart]) -> None:
         with self._lock:
-            for part in parts:
-                node = self._index.add(part.root, part.parent, part.start, part.tokens)
-                self._index.put_file(node, part)
-                node.last_used = max(node.last_used, part.last_used)
-            self._index.sort_by_age()
+            self._index.restore(parts)
 
     def reconcile(
-        self, present: Iterable[BlockPart], missing: Iterable[PartKey]
+        self, present: Iterable[BlockPart], missing: Iterable[tuple[BlockName, BlockPart]]
     ) -> list[BlockPart]:
-        """Add unknown files to the index, remove missing ones; returns the unknown ones."""
+        """Add unknown files to the index, remove missing ones; returns the unknown ones.
+
+        A file is unknown, too, if the row that names it was damaged. Missing files come with the
+        names of their nodes.
+        """
         with self._lock:
-            # Files written during the scan are in the index already.
-            unknown = [part for part in present if not self._index.has_file(part.key)]
-            self.restore_index(unknown)
-            for name, kind in missing:
+            for name, part in missing:
                 node = self._index.get(name)
-                if node is not None and kind in node.files and not node.num_leases:
-                    self.tiers.lose_file(WantedPart(node, kind))
+                if node is None or node.num_leases:
+                    continue
+                if node.files.get(part.kind) is part:  # not deleted or written again meanwhile
+                    self.tiers.lose_file(WantedPart(node, part.kind))
+            # Files written during the scan are in the index already.
+            unknown = [part for part in present if not self._index.has_file(part)]
+            if unknown:  # sorting a million nodes takes seconds
+                self._index.restore(unknown)
             return unknown
 
     def offer_again(self) -> bool:

@@ -73,8 +73,9 @@ class BlockTiers:
         counts: CacheCounts,
         on_moved: OnMoved | None = None,
         shared: SharedBlocksPort | None = None,
+        index: BlockIndex | None = None,
     ) -> None:
-        self.index = BlockIndex()
+        self.index = BlockIndex() if index is None else index
         self.pool = pool
         self.disk = disk
         self.shared = shared

@@ -59,3 +59,14 @@ def test_threads_share_what_they_allocate_from(
     env = {**os.environ, **environment}
     subprocess.run([sys.executable, "-c", COUNT_ARENAS, str(told)], check=True, env=env)  # noqa: S603 - our own
     assert (told.read_text().count("<heap nr=") <= 2) == is_few
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_collection_is_as_before_after_a_pause(*, is_enabled: bool) -> None:
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with host_memory.without_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled() is is_enabled
+    finally:
+        gc.enable()

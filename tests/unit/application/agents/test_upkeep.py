@@ -1,13 +1,15 @@
 """Background work: tiers, garbage collection, verification, warm starts and old boundaries."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
 from semantic.adapters.outbound.backends.fake import fake_spec
 from semantic.application.cache.restore_plan import WantedPart
 from semantic.domain.agents import LOCAL_TENANT, Agent, Tier, Turn
+from semantic.domain.blocks import BlockPart
 from semantic.domain.errors import CachePersistenceError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.inbound import StateView
@@ -228,6 +230,26 @@ def test_files_without_rows_and_rows_without_files_are_reconciled(rig: MemoryRig
     assert not rig.ledger.index.is_index_lost
     assert rig.store.counts.corrupt == 1
     assert rig.recall(list(range(9)))[0] == 4
+
+
+def test_a_file_that_is_written_again_during_the_comparison_is_not_missing(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig()
+    rig.talk("ann", list(range(8)))
+    rig.flush()
+    node = next(node for node in rig.store.nodes() if node.start == 0)
+    listed = rig.files.scan
+
+    def scan() -> Iterator[BlockPart]:
+        yield from [part for part in listed() if part.name != node.name]
+        rig.store.tiers.index.put_file(node, replace(node.files[LayerKind.FULL], last_used=2000.0))
+
+    rig.files.scan = scan  # type: ignore[method-assign]
+    rig.upkeep.reconcile()
+    rig.flush()
+    assert LayerKind.FULL in node.files
+    assert rig.store.counts.corrupt == 0
 
 
 def test_a_stop_does_not_wait_for_files_to_be_compared(rig: MemoryRig) -> None:

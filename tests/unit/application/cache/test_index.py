@@ -86,6 +86,60 @@ def test_known_ages_make_the_order(index: BlockIndex) -> None:
     assert list(index) == [child, old, young]
 
 
+def test_restored_files_are_found_and_sorted_by_age(index: BlockIndex) -> None:
+    known = add(index, [2, 2, 2, 2])
+    other = BlockIndex()
+    first, second = add(other, [3, 3, 3, 3]), add(other, [1, 1, 1, 1])
+    third = add(other, [4], second)
+    nodes = (first, second, third)
+    parts = [
+        replace(node.part(kind), nbytes=10, last_used=age)
+        for node, age in zip(nodes, (7.0, 5.0, 5.0), strict=True)
+        for kind in (LayerKind.FULL, LayerKind.STATE)
+    ]
+    index.restore(parts)
+    assert [node.name for node in index] == [n.name for n in (known, third, second, first)]
+    assert matched(index, [1, 1, 1, 1, 4, 5]) == ([second.name, third.name], 5)
+    assert matched(index, [2, 2, 9]) == ([known.name], 2)
+    assert matched(index, [3, 3, 9]) == ([first.name], 2)
+    assert index.disk_bytes(ROOT) == 60
+    assert len(index.changed_since(index.mark - 6) or ()) == 3
+    index.check_integrity()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    "damage",
+    [{"tokens": pack_tokens([1, 9])}, {"parent": BlockName(32)}, {"name": BlockName(32)}],
+    ids=["tokens", "parent", "name"],
+)
+def test_a_damaged_row_gives_way_to_the_block(
+    index: BlockIndex, damage: dict[str, bytes], *, is_first: bool
+) -> None:
+    block = add(BlockIndex(), [1, 2])
+    whole = replace(block.part(LayerKind.STATE), nbytes=20)
+    damaged = replace(block.part(LayerKind.FULL), nbytes=10, **damage)  # type: ignore[arg-type]
+    index.restore([damaged, whole] if is_first else [whole, damaged])
+    index.check_integrity()
+    node = index.add(ROOT, ROOT, 0, pack_tokens([1, 2]))
+    assert node.name == block.name
+    assert node.files[LayerKind.STATE] is whole
+    index.restore([replace(whole, kind=LayerKind.FULL)])
+    assert matched(index, [1, 2]) == ([block.name], 2)
+    index.check_integrity()
+
+
+def test_a_block_is_added_again_if_its_row_is_damaged(index: BlockIndex) -> None:
+    block = add(BlockIndex(), [1, 2, 3, 4])
+    for damage in (pack_tokens([1, 2, 3, 9]), pack_tokens([7])):
+        index.restore([replace(block.part(LayerKind.FULL), tokens=damage, nbytes=10)])
+        again = add(index, [1, 2, 3, 4])
+        assert (again.name, again.files, index.disk_bytes(ROOT)) == (block.name, {}, 0)
+        assert matched(index, [1, 2, 3, 4]) == ([block.name], 4)
+        index.check_integrity()
+        index.remove(again)
+
+
 def test_bytes_on_disk_are_counted_by_root(index: BlockIndex) -> None:
     node = add(index, [1])
     part = replace(node.part(LayerKind.FULL), nbytes=10)
