@@ -265,12 +265,17 @@ class Upkeep:
         The first of them are also reopened.
         """
         agents = self._agents.recent(limit=_NUM_WARM)
-        found = [*self._each("warming up", agents, self._stored)]
-        parts = [part for stored in found if stored for part in self._parts_of(*stored)]
-        self._store.prefetch(parts, int(self._store.usage().total * _WARM_SHARE))
-        for agent, stored in list(zip(agents, found, strict=True))[:_NUM_REOPENED]:
+        parts: list[WantedPart] = []
+        latest: list[tuple[Agent, BlockName, tuple[int, ...]]] = []  # not all, which are large
+        for agent, stored in zip(
+            agents, self._each("warming up", agents, self._stored), strict=True
+        ):
             if stored is not None:
-                self.reopen(agent, *stored)
+                parts += self._parts_of(*stored)
+                latest += [(agent, *stored)] if len(latest) < _NUM_REOPENED else []
+        self._store.prefetch(parts, int(self._store.usage().total * _WARM_SHARE))
+        for agent, root, tokens in latest:
+            self.reopen(agent, root, tokens)
 
     def reconcile(self, pause_s: float = 0.0) -> None:
         """Make the index match the files; a crash may have updated only one of them.

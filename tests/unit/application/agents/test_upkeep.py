@@ -284,6 +284,19 @@ def test_a_warm_start_reads_the_latest_agents_within_its_share(make_rig: MakeRig
     assert rig.store.usage().used <= rig.limits.memory // 4
 
 
+def test_the_latest_agents_are_reopened_after_a_restart(rig: MemoryRig) -> None:
+    for number in range(18):
+        rig.talk(f"agent-{number}", [number] * 9)
+        rig.now[0] += 1
+    rig.restart()
+    reopened = []
+    rig.upkeep.reopen = lambda agent, root, tokens: reopened.append((agent.id, root, tokens))
+    rig.upkeep.warm_up()
+    assert [name for name, _, _ in reopened] == [f"agent-{n}" for n in range(17, 1, -1)]
+    assert reopened[0][2][:9] == (17,) * 9
+    assert {root for _, root, _ in reopened} == rig.store.roots
+
+
 def test_a_turn_after_a_restart_is_known_to_be_used(rig: MemoryRig) -> None:
     rig.talk("ann", list(range(8)))
     rig.flush()
