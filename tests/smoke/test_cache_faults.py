@@ -8,7 +8,7 @@ import pytest
 
 from semantic.entrypoints.cli.app import main
 from tests.chaos.talk import ask
-from tests.smoke.server_process import StartFailedError, serve
+from tests.smoke.server_process import StartFailedError, serve, serve_forked
 
 pytestmark = pytest.mark.smoke
 
@@ -16,10 +16,10 @@ pytestmark = pytest.mark.smoke
 def test_a_directory_in_use_is_refused_by_servers_and_commands_ask_its_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with serve(tmp_path, tmp_path / "log", "--backend", "fake") as server:
+    with serve_forked(tmp_path, tmp_path / "log", "--backend", "fake") as server:
         with (
             pytest.raises(StartFailedError) as refused,
-            serve(tmp_path, tmp_path / "second.log", "--backend", "fake"),
+            serve_forked(tmp_path, tmp_path / "second.log", "--backend", "fake"),
         ):
             pass
         assert refused.value.status == 2

@@ -11,7 +11,7 @@ import pytest
 
 from semantic.adapters.config.keys import TenantEntry
 from tests.http_server import give_keys
-from tests.smoke.server_process import ServerProcess, serve
+from tests.smoke.server_process import ServerProcess, serve_forked
 from tests.waiting import await_that
 
 pytestmark = pytest.mark.smoke
@@ -23,7 +23,7 @@ HALF_A_BODY = HALF_A_REQUEST + b"content-type: application/json\r\ncontent-lengt
 def fake_server(
     tmp_path: Path, **settings: Any
 ) -> contextlib.AbstractContextManager[ServerProcess]:
-    return serve(tmp_path / "home", tmp_path / "log", "--backend", "fake", **settings)
+    return serve_forked(tmp_path / "home", tmp_path / "log", "--backend", "fake", **settings)
 
 
 def connect(server: ServerProcess, content: bytes = b"") -> socket.socket:

@@ -15,7 +15,7 @@ from cryptography.x509.oid import NameOID
 
 from semantic.entrypoints.cli.app import main
 from tests.http_server import give_keys
-from tests.smoke.server_process import ServerProcess, StartFailedError, serve
+from tests.smoke.server_process import ServerProcess, StartFailedError, serve_forked
 
 pytestmark = pytest.mark.smoke
 
@@ -60,12 +60,13 @@ def test_keys_and_certificate_are_read_again_on_a_signal(
     first, key = make_certificate(tmp_path)
     given = ("--backend", "fake", "--tls-cert", str(first), "--tls-key", str(key))
     remote = ("--host", "0.0.0.0", "--allow-remote")  # noqa: S104 - that is the point
-    with serve(home, log, *given, *remote, is_ready=False) as server:
+    with serve_forked(home, log, *given, *remote, is_ready=False) as server:
         assert server.url.startswith("https://")
         server.url = server.url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
         server.await_ready(verify=ssl.create_default_context(cafile=first))
         port = server.url.rpartition(":")[2]
-        assert main(["doctor", "--json", "--home", str(home), "--port", port]) == 0
+        flags = ("--home", str(home), "--port", port, "--native", "off")
+        assert main(["doctor", "--json", *flags]) == 0
         assert f"a server is on 127.0.0.1:{port}: fake, ready" in capsys.readouterr().out
         with client(server, first) as http:
             assert http.get("/v1/models").status_code == 401
@@ -93,7 +94,7 @@ def test_a_server_without_its_certificate_does_not_start(tmp_path: Path) -> None
     arguments = ("--backend", "fake", "--tls-cert", "gone.pem", "--tls-key", "gone.key")
     with (
         pytest.raises(StartFailedError) as failure,
-        serve(tmp_path / "home", tmp_path / "log", *arguments),
+        serve_forked(tmp_path / "home", tmp_path / "log", *arguments),
     ):
         pass
     assert failure.value.status == 2

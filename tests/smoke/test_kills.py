@@ -60,7 +60,7 @@ def test_agents_of_a_server_that_was_killed_in_a_swap_go_on(tmp_path: Path) -> N
     options = ("--backend", "fake", "--durability", "sync")
     body = {"messages": TALK, "temperature": 0, "max_tokens": 8}
     with (
-        serve(tmp_path / "home", tmp_path / "first.log", *options) as server,
+        serve_forked(tmp_path / "home", tmp_path / "first.log", *options) as server,
         server.client() as http,
     ):
         before = http.post("/v1/chat/completions", json=body).json()
@@ -72,7 +72,7 @@ def test_agents_of_a_server_that_was_killed_in_a_swap_go_on(tmp_path: Path) -> N
             server.process.send_signal(signal.SIGKILL)
             server.process.wait(60)
     with (
-        serve(tmp_path / "home", tmp_path / "second.log", *options) as server,
+        serve_forked(tmp_path / "home", tmp_path / "second.log", *options) as server,
         server.client() as http,
     ):
         after = http.post("/v1/chat/completions", json=body).json()

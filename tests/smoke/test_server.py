@@ -96,7 +96,9 @@ def test_ctrl_c_in_mid_generation_stops_cleanly(tmp_path: Path) -> None:
                 if len(lines) > 2:
                     is_streaming.set()
 
-    with serve(tmp_path / "home", tmp_path / "log", "--backend", "fake") as server:
+    with serve(
+        tmp_path / "home", tmp_path / "log", "--backend", "fake", shutdown_timeout_s=1
+    ) as server:
         reader = threading.Thread(target=read, args=(server.url,))
         reader.start()
         assert is_streaming.wait(60)
@@ -110,7 +112,7 @@ def test_ctrl_c_in_mid_generation_stops_cleanly(tmp_path: Path) -> None:
 def test_sigterm_refuses_new_work_and_lets_replies_end(tmp_path: Path) -> None:
     body = {"model": "fake", "messages": QUESTION, "max_tokens": 3000, "ignore_eos": True}
     path = "/v1/chat/completions"
-    with serve(
+    with serve_forked(
         tmp_path / "home", tmp_path / "log", "--backend", "fake", shutdown_timeout_s=600
     ) as server:
         with (
@@ -132,7 +134,7 @@ def test_sigterm_refuses_new_work_and_lets_replies_end(tmp_path: Path) -> None:
 def test_clients_that_hold_up_a_stop_are_cut_off_by_a_second_ctrl_c_or_in_time(
     timeout_s: float, num_signals: int, tmp_path: Path
 ) -> None:
-    with serve(
+    with serve_forked(
         tmp_path / "home", tmp_path / "log", "--backend", "fake", shutdown_timeout_s=timeout_s
     ) as server:
         address = httpx.URL(server.url)
@@ -162,7 +164,7 @@ def test_a_stop_does_not_wait_for_a_schema_that_never_compiles(tmp_path: Path) -
         with contextlib.suppress(httpx.HTTPError), httpx.Client(trust_env=False) as http:
             http.post(f"{url}/v1/chat/completions", json=body, timeout=60)
 
-    with serve(tmp_path, tmp_path / "log", "--backend", "fake") as server:
+    with serve_forked(tmp_path, tmp_path / "log", "--backend", "fake") as server:
         asking = threading.Thread(target=ask, args=[server.url])
         asking.start()
         await_that(psutil.Process(server.process.pid).children)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.postgres import num_shared_parts
-from tests.smoke.server_process import ServerProcess, serve
+from tests.smoke.server_process import ServerProcess, serve_forked
 from tests.waiting import await_that
 
 pytestmark = pytest.mark.smoke
@@ -32,7 +32,7 @@ class Site:
 
     def start(self, name: str) -> tuple[ServerProcess, httpx.Client]:
         home, log = self._directory / name, self._directory / f"{name}.log"
-        started = serve(home, log, "--backend", "fake", **self._settings)
+        started = serve_forked(home, log, "--backend", "fake", **self._settings)
         server = self._stack.enter_context(started)
         return server, self._stack.enter_context(server.client())
 
