@@ -1,8 +1,7 @@
 """Replies with a model's own MTP head, by the engine, equal those of plain decoding."""
 
-import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,12 +69,20 @@ class HeadModel:
         options = TorchOptions("float32", num_threads=1, has_head=has_head)
         return TorchBackend(model.directory, model.spec, options)
 
+    def shared(self, *, has_head: bool = True) -> Any:
+        """A backend that other tests use too; its sequences are closed after each of them."""
+        if (self, has_head) not in _SHARED:
+            _SHARED[self, has_head] = self.load(has_head=has_head)
+        return _SHARED[self, has_head]
+
+
+_SHARED: dict[tuple[HeadModel, bool], Any] = {}
 
 GetHeadModel = Callable[[str, float], HeadModel]
 
 
 @pytest.fixture(scope="module")
-def head_model(tmp_path_factory: pytest.TempPathFactory) -> GetHeadModel:
+def head_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetHeadModel]:
     written: dict[tuple[str, float], TinyModel] = {}
 
     def get(subject: str, share: float) -> HeadModel:
@@ -87,7 +94,19 @@ def head_model(tmp_path_factory: pytest.TempPathFactory) -> GetHeadModel:
             written[family, share] = write_head_model(directory, family, share)
         return HeadModel(library, written[family, share])
 
-    return get
+    yield get
+    for backend in _SHARED.values():
+        backend.shutdown()
+    _SHARED.clear()
+
+
+@pytest.fixture(autouse=True)
+def _no_sequences() -> Iterator[None]:
+    yield
+    for backend in _SHARED.values():
+        for seq in [*backend._sequences]:
+            backend.close_sequence(seq)
+        assert backend.memory() == 0
 
 
 def make_rig(
@@ -97,22 +116,16 @@ def make_rig(
     return EngineRig(backend, store, EngineLimits(max_idle=max_idle), tokenizer=FakeTokenizer())
 
 
-@functools.cache
-def _without_head(model: HeadModel) -> Any:
-    return model.load(has_head=False)
-
-
 def alone(model: HeadModel, tokens: Sequence[int], params: SamplingParams, count: int) -> list[int]:
     """The reply without a head, computed fresh."""
-    run = begin(_without_head(model), 1, tokens, params)
+    run = begin(model.shared(has_head=False), 1, tokens, params)
     reply = run.finish(count)
     run.backend.close_sequence(run.seq)
     return reply
 
 
-def drafted(model: HeadModel) -> list[tuple[int, ...]]:
+def drafted(backend: Any) -> list[tuple[int, ...]]:
     """Drafts after prompts of several lengths."""
-    backend = model.load()
     assert backend.head is not None
     found = []
     for size in (2, 11, 40):
@@ -128,7 +141,7 @@ def test_replies_are_those_of_plain_decoding(
     head_model: GetHeadModel, subject: str, share: float, params: SamplingParams
 ) -> None:
     model = head_model(subject, share)
-    rig = make_rig(model.load(), [500] * 64, max_idle=8)
+    rig = make_rig(model.shared(), [500] * 64, max_idle=8)
 
     def expect(*jobs: Job) -> None:
         rig.serve(*jobs)
@@ -157,18 +170,18 @@ def test_preempted_replies_are_those_of_plain_decoding(
     head_model: GetHeadModel, subject: str
 ) -> None:
     model = head_model(subject, MOSTLY)
-    rig = make_rig(model.load(), [300, 210], max_idle=0)
-    jobs = [make_job(f"{i}", prompt(236, i), SEEDED, 40) for i in range(2)]
+    rig = make_rig(model.shared(), [300, 210], max_idle=0)
+    jobs = [make_job(f"{i}", prompt(246, i), SEEDED, 24) for i in range(2)]
     rig.serve(*jobs)
     assert rig.store.telemetry.counts.engine.preemptions
     for job in jobs:
-        assert list(rig.reply_state(job.id).tokens) == alone(model, job.tokens, SEEDED, 40)
+        assert list(rig.reply_state(job.id).tokens) == alone(model, job.tokens, SEEDED, 24)
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_a_head_that_agrees_is_always_accepted(head_model: GetHeadModel, subject: str) -> None:
     """Also over more tokens than it attends to, and beside rows of other lengths."""
-    backend = head_model(subject, ALWAYS).load()
+    backend = head_model(subject, ALWAYS).shared()
     assert backend.head is not None
     runs = [begin(backend, size, prompt(size), SEEDED) for size in (3, 30)]
     rows = step(backend, *(run.chunk() for run in runs))
@@ -190,7 +203,7 @@ def test_a_head_does_not_depend_on_the_rows_beside_it(
     head_model: GetHeadModel, subject: str
 ) -> None:
     """Rows of other lengths pad a batch; the drafts of strong layers show what they attend to."""
-    backend = head_model(subject, RARELY).load()
+    backend = head_model(subject, RARELY).shared()
     head = backend.head
     assert head is not None
 
@@ -221,9 +234,9 @@ def test_a_head_does_not_depend_on_the_rows_beside_it(
 def test_backends_draft_the_same_tokens(head_model: GetHeadModel, family: str) -> None:
     """A head of another library, read by another way, computes the same."""
 
-    on_torch = drafted(head_model(f"torch-{family}", RARELY))
+    on_torch = drafted(head_model(f"torch-{family}", RARELY).shared())
     assert all(len(tokens) == 6 for tokens in on_torch)
-    assert on_torch == drafted(head_model(f"mlx-{family}", RARELY))
+    assert on_torch == drafted(head_model(f"mlx-{family}", RARELY).shared())
 
 
 @pytest.mark.parametrize("library", BACKENDS)
@@ -231,13 +244,13 @@ def test_experts_of_a_head_are_read_fused_and_one_by_one(tmp_path: Path, library
     if library == "mlx":
         require_mlx()
     model = HeadModel(library, write_head_model(tmp_path, "qwen3.5-moe", RARELY))
-    separate = drafted(model)
+    separate = drafted(model.load())
     assert all(len(tokens) == 6 for tokens in separate)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
     fuse_experts(weights, "mtp.layers.0.mlp.experts.")
     save_file(weights, file, {"format": "pt"})
-    assert drafted(model) == separate
+    assert drafted(model.load()) == separate
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
@@ -246,7 +259,7 @@ def test_a_head_keeps_a_bounded_part_of_a_sequence(
 ) -> None:
     monkeypatch.setattr(head_state, "MAX_ENTRIES", 24)
     monkeypatch.setattr(head_state, "MAX_HIDDEN", 16)
-    backend = head_model(subject, ALWAYS).load()
+    backend = head_model(subject, ALWAYS).shared()
     assert backend.head is not None
     run = begin(backend, 1, prompt(60), SEEDED)
     state = backend._sequences[run.seq].ahead
@@ -264,7 +277,7 @@ def test_a_head_keeps_a_bounded_part_of_a_sequence(
 def test_a_sequence_that_was_cut_or_forked_begins_anew(
     head_model: GetHeadModel, subject: str
 ) -> None:
-    backend = head_model(subject, RARELY).load()
+    backend = head_model(subject, RARELY).shared()
     assert backend.head is not None
     run = begin(backend, 1, prompt(20), GREEDY)
     run.take(run.chunk(), *step(backend, run.chunk()))
@@ -284,7 +297,7 @@ def test_weights_of_a_head_are_read_as_those_of_the_model(
     head_model: GetHeadModel, subject: str
 ) -> None:
     """The head's layer was written as a copy of the model's last one, and its norms scale by 1."""
-    backend = head_model(subject, RARELY).load()
+    backend = head_model(subject, RARELY).shared()
     model = backend._runner._model
     if subject.startswith("torch"):
         head, last = backend._head, model.base_model.layers[-1]
@@ -305,7 +318,7 @@ def test_a_reply_that_ends_inside_a_draft_is_resumed_there(
     head_model: GetHeadModel, subject: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = head_model(subject, MOSTLY)
-    backend = model.load()
+    backend = model.shared()
     rig, cuts, truncate = make_rig(backend, [200] * 64, max_idle=8), [], backend.truncate
 
     def spied(seq: SequenceId, num_tokens: int) -> int:
@@ -314,12 +327,12 @@ def test_a_reply_that_ends_inside_a_draft_is_resumed_there(
         return reached
 
     monkeypatch.setattr(backend, "truncate", spied)
-    for number in range(6):
+    for number in range(4):
         tokens = prompt(20, number)
-        reply = alone(model, tokens, SEEDED, 40)
+        reply = alone(model, tokens, SEEDED, 28)
         last = next(i for i, token in enumerate(reply) if i > 15 and token not in reply[:i])
         stop = StopRules(token_ids=frozenset([reply[last]]), ignore_eos=True)
-        job = make_job(f"first {number}", tokens, SEEDED, 40)
+        job = make_job(f"first {number}", tokens, SEEDED, 28)
         rig.serve(replace(job, stop=stop))
         assert list(rig.reply_state(job.id).tokens) == reply[: last + 1]
         if number % 2:
@@ -337,7 +350,7 @@ def test_recurrent_state_returns_into_the_last_draft(
 ) -> None:
     """The state is that of the last accepted token, and of any before it in the draft."""
     model = head_model(subject, RARELY)
-    backend, tokens = model.load(), prompt(20)
+    backend, tokens = model.shared(), prompt(20)
     expected = alone(model, tokens, SEEDED, 12)
     for kept in (1, 3):  # so many tokens of the draft are right
         for end in range(20, 22 + kept):
@@ -366,7 +379,7 @@ def test_recurrent_state_returns_into_the_last_draft(
 def test_a_head_changes_neither_geometry_nor_traits(head_model: GetHeadModel, subject: str) -> None:
     """So that stored KV cache is used with and without it."""
     model = head_model(subject, MOSTLY)
-    with_head, without = model.load(), model.load(has_head=False)
+    with_head, without = model.shared(), model.shared(has_head=False)
     assert without.head is None
     assert with_head.spec == without.spec
     # On a GPU, the head's weights leave less room.

@@ -403,10 +403,10 @@ def test_preempted_and_continued(benches: Benches, alone: Alone) -> None:
     bench = benches(BenchLimits((3 * 256,), prefill_step_size=128))
     jobs = {f"j{i}": prompt(235 + i, i) for i in range(3)}
     for name, tokens in jobs.items():
-        bench.ask(name, tokens, 40, params=WARM)
+        bench.ask(name, tokens, 30, params=WARM)
     bench.run()
     for name, tokens in jobs.items():
-        assert bench.reply(name) == alone(tokens, WARM, 40)
+        assert bench.reply(name) == alone(tokens, WARM, 30)
     assert bench.store.telemetry.counts.engine.preemptions > 0
 
 
@@ -441,21 +441,21 @@ def test_preempted_during_a_restore(
     limits = BenchLimits((256, 256), extra_bytes=2 * first.largest_file(), prefill_step_size=128)
     bench = benches(limits, after=first)
     older = prompt(200, 9)
-    bench.ask("older", older, 200)
+    bench.ask("older", older, 70)
     bench.step(4)
     bench.files.gate.clear()
     assert bench.disk.flush(30)  # what is being written is in the way
     bench.ask("young", said)
     bench.step()
     assert bench.store.telemetry.counts.engine.preemptions == 0
-    for _ in range(250):
+    for _ in range(70):
         if bench.store.telemetry.counts.engine.preemptions:
             break
         bench.step()
     assert bench.store.telemetry.counts.engine.preemptions == 1
     bench.files.gate.set()
     bench.run()
-    assert bench.reply("older") == alone(older, GREEDY, 200)
+    assert bench.reply("older") == alone(older, GREEDY, 70)
     assert bench.reply("young") == alone(said, GREEDY, NUM_REPLY)
     # A part that was read for the restore that was given up may be in memory for the next one.
     reuse = bench.reuse("young")
