@@ -2,9 +2,11 @@
 
 import json
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
 from semantic.adapters.outbound.backends.torch.native.variants import (
@@ -41,11 +43,11 @@ def model(starter_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return make_model(starter_model_dir, tmp_path_factory.mktemp("machines") / "tiny")
 
 
-@pytest.fixture
-def home(tmp_path: Path, native_directory: Path) -> Path:
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "native").symlink_to(native_directory)
-    return tmp_path / "home"
+def home_in(place: Path, native_directory: Path) -> Path:
+    """A server's directory, with the native libraries that were compiled before."""
+    (place / "home").mkdir()
+    (place / "home" / "native").symlink_to(native_directory)
+    return place / "home"
 
 
 def test_a_machine_was_recorded(library: "Library") -> None:
@@ -54,33 +56,65 @@ def test_a_machine_was_recorded(library: "Library") -> None:
     assert machine_kind() in {"x86_64", "aarch64"}
 
 
-@pytest.mark.parametrize("variant", VARIANTS_HERE)
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("recording", RECORDED, ids=lambda file: file.stem)
-def test_an_agent_continues_as_where_it_was_recorded(
-    recording: Path, weights: str, variant: str, model: Path, home: Path, native_directory: Path
-) -> None:
+@pytest.fixture(
+    scope="module",
+    params=[(weights, variant) for weights in WEIGHTS for variant in VARIANTS_HERE],
+    ids="-".join,
+)
+def served(
+    request: pytest.FixtureRequest,
+    model: Path,
+    native_directory: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[str, httpx.Client]]:
+    """How the model's weights are quantised, and its server with a variant of the library."""
+    weights, variant = request.param
     try:
         NativeBuild(native_directory, variant).library()
     except InvalidRequestError as error:
         pytest.skip(str(error))
+    home = home_in(tmp_path_factory.mktemp(variant), native_directory)
+    with serving(home, model, weights, variant) as http:
+        yield weights, http
+
+
+@pytest.mark.parametrize("recording", RECORDED, ids=lambda file: file.stem)
+def test_an_agent_continues_as_where_it_was_recorded(
+    recording: Path, served: tuple[str, httpx.Client]
+) -> None:
+    weights, http = served
     expected = json.loads(recording.read_text())[weights]
     archive = recording.with_name(f"{recording.stem}-{weights}.tar").read_bytes()
-    with serving(home, model, weights, variant) as http:
-        taken = http.post("/v1/agents/import", content=archive).raise_for_status().json()
-        assert taken["import_state"] == "imported", taken
-        reply = say(http, TURNS[-1])
-        assert reply["text"] == expected[-1]
-        assert reply["usage"]["cached_tokens"] >= taken["tokens"] - 1
-        # And what this machine computes itself.
-        http.delete("/v1/agents/a").raise_for_status()
-        http.post("/v1/cache/gc", json={"orphan_age_s": 0}).raise_for_status()
-        assert replies(http) == expected
+    taken = http.post("/v1/agents/import", content=archive).raise_for_status().json()
+    assert taken["import_state"] == "imported", taken
+    reply = say(http, TURNS[-1])
+    assert reply["text"] == expected[-1]
+    assert reply["usage"]["cached_tokens"] >= taken["tokens"] - 1
+    # And what this machine computes itself.
+    forget(http)
+    assert replies(http) == expected
+    forget(http)
+
+
+def forget(http: httpx.Client) -> None:
+    """Delete the agent and its KV cache."""
+    http.delete("/v1/agents/a").raise_for_status()
+    http.post("/v1/cache/gc", json={"orphan_age_s": 0}).raise_for_status()
+    found = http.get("/v1/cache").raise_for_status().json()
+    assert found["memory"]["blocks"] == found["disk"]["files"] == 0
+
+
+@pytest.fixture(scope="module")
+def starter_answers(
+    starter_model_dir: Path, native_directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[str]:
+    home = home_in(tmp_path_factory.mktemp("starter"), native_directory)
+    with serving(home, starter_model_dir, "auto") as http:
+        return answers(http)
 
 
 @pytest.mark.parametrize("recording", RECORDED, ids=lambda file: file.stem)
 def test_the_starter_model_answers_as_where_it_was_recorded(
-    recording: Path, starter_model_dir: Path, home: Path
+    recording: Path, starter_answers: list[str]
 ) -> None:
-    with serving(home, starter_model_dir, "auto") as http:
-        assert answers(http) == json.loads(recording.read_text())["starter"]
+    assert starter_answers == json.loads(recording.read_text())["starter"]
