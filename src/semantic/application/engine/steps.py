@@ -22,7 +22,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 
 _COST_SMOOTHING = 0.2
 _FORGETTING = 0.998  # decay of the extra cost of drafts, per step without them
 _SETTLED = 2  # measurements before the cost of a step size is known
-_FIRST_SLOPE = 0.02  # share of a step's time per further token, before there are measurements
+_FIRST_SLOPE = 0.02  # share of a step's time per further token, before any measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,56 +327,14 @@ class StepCosts:
         cost, count = self._plain.get(num_rows, (0.0, 0))
         return cost if count >= _SETTLED else None
 
-    def curve(self, num_rows: int) -> Optional["StepCurve"]:
-        """Return what steps of `num_rows` rows cost; None if unknown without drafts."""
-        if not (plain := self.plain(num_rows)):
-            return None
+    def points(self, num_rows: int, plain: float) -> list[tuple[int, float]]:
+        """Return (tokens, seconds) of known steps, sorted: `plain` first, then larger ones."""
         known = sorted(
-            (size, cost) for size, (cost, count) in self._drafted.items() if count >= _SETTLED
+            (size, cost)
+            for size, (cost, count) in self._drafted.items()
+            if size > num_rows and count >= _SETTLED
         )
-        slope = _slope(known[0], known[-1]) if len(known) > 1 else None
-        larger = [(size, cost) for size, cost in known if size > num_rows]
-        return StepCurve([(num_rows, plain), *larger], slope)
-
-
-@dataclass(frozen=True, slots=True)
-class StepCurve:
-    """Seconds of a step with certain rows, by its number of tokens.
-
-    Attributes:
-        points: (tokens, seconds) of known steps, sorted: without drafts, then larger ones.
-        draft_slope: Seconds per token among steps with drafts; None if fewer than two are known. A
-            step with drafts also costs more than one without because the next step waits for it,
-            so the way from the latter to the former says little about larger steps.
-    """
-
-    points: Sequence[tuple[int, float]]
-    draft_slope: float | None = None
-
-    @property
-    def plain(self) -> float:
-        """Seconds without drafts."""
-        return self.points[0][1]
-
-    @property
-    def num_explorable(self) -> int:
-        """How many draft tokens to try: one for each row, or twice those of the largest size."""
-        num_rows = self.points[0][0]
-        return max(2, num_rows, 2 * (self.points[-1][0] - num_rows))
-
-    def seconds(self, num_tokens: int) -> float:
-        """Interpolate between known sizes, and extrapolate; never decreases with the size."""
-        (left, low), *rest = self.points
-        for right, high in rest:
-            if num_tokens <= right:
-                return low + _slope((left, low), (right, high)) * (num_tokens - left)
-            left, low = right, max(low, high)
-        slope = _FIRST_SLOPE * low if self.draft_slope is None else self.draft_slope
-        return low + slope * (num_tokens - left)
-
-
-def _slope(left: tuple[int, float], right: tuple[int, float]) -> float:
-    return max((right[1] - left[1]) / (right[0] - left[0]), 0.0)
+        return [(num_rows, plain), *known]
 
 
 def _size(num_tokens: int) -> int:
@@ -397,3 +355,18 @@ def blended(
         return min(cost, seconds), count + 1
     # An outlier was delayed by something else; cap its influence.
     return cost + _COST_SMOOTHING * (min(seconds, 2 * cost) - cost), count + 1
+
+
+def interpolated(points: Sequence[tuple[int, float]], num_tokens: int) -> float:
+    """Interpolate the seconds of a step between known sizes; extrapolate with the last slope.
+
+    The cost never decreases with the size.
+    """
+    (left, low), *rest = points
+    slope = _FIRST_SLOPE * low
+    for right, high in rest:
+        slope = max((high - low) / (right - left), 0.0)
+        if num_tokens <= right:
+            break
+        left, low = right, max(low, high)
+    return low + slope * (num_tokens - left)

@@ -138,43 +138,6 @@ def test_a_draft_model_that_does_not_pay_is_not_asked(
     assert took[0] < most * took[1]
 
 
-class WideBackend(FaultyBackend):
-    """A step takes a second for any number of tokens, and with drafts a fixed part more."""
-
-    def __init__(self, now: list[float], more_s: float) -> None:
-        super().__init__(fake_spec(block_tokens=256))  # drafts end where blocks do
-        self._now, self._more_s = now, more_s
-
-    def launch(self, step: Step) -> Ticket:
-        self._now[0] += 1 + self._more_s * any(chunk.draft for chunk in step.chunks)
-        return super().launch(step)
-
-
-def test_a_draft_model_is_asked_for_many_rows_after_it_was_asked_for_one() -> None:
-    """Steps of one row with drafts show that their tokens cost nothing, but waiting does."""
-    took = []
-    for has_draft in (True, False):
-        now = [0.0]
-        rig = make_rig(backend=WideBackend(now, more_s=0.4))
-        rig.now = now
-        if has_draft:
-            draft = HalfRight(5, fake_spec(block_tokens=256))
-            draft.now, draft.pass_s = now, 0.15
-            rig.engine.add_draft_model(draft)
-        wild = SamplingParams(temperature=1, seed=3)
-        rig.serve(make_job("one", "say it", max_tokens=200, sampling=wild))
-        began = now[0]
-        names = [f"row {number}" for number in range(8)]
-        rig.serve(
-            *(
-                make_job(name, name, agent=name, max_tokens=200, sampling=replace(wild, seed=at))
-                for at, name in enumerate(names)
-            )
-        )
-        took.append(now[0] - began)
-    assert took[0] < 0.8 * took[1]
-
-
 def test_long_texts_are_followed_from_near_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake model needs the whole text to agree, so no draft is right after the limit."""
     monkeypatch.setattr(model_source, "_CONTEXT", 24)

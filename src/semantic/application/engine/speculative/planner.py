@@ -27,7 +27,7 @@ from semantic.application.engine.generation import Generation
 from semantic.application.engine.request import NO_DRAFT, Draft
 from semantic.application.engine.speculative.memory_source import MemoryDrafts
 from semantic.application.engine.speculative.source import TimedSource
-from semantic.application.engine.steps import SIZES, StepCosts
+from semantic.application.engine.steps import SIZES, StepCosts, interpolated
 from semantic.domain.events import DraftOrigin
 from semantic.ports.backend import PendingTokens, Traits
 from semantic.ports.text import TokenConstraint
@@ -236,7 +236,7 @@ class AdaptiveDraftPlanner:
             The chances of the source's drafts by number of the row to ask for, the number of draft
             tokens, and whether this is a trial; None if asking does not pay.
         """
-        curve, timed = self._costs.curve(len(rows)), self._timed
+        plain, timed = self._costs.plain(len(rows)), self._timed
         if timed is None:
             return None
         found = [timed.chances(row, room) for row, room in zip(rows, rooms, strict=True)]
@@ -245,13 +245,14 @@ class AdaptiveDraftPlanner:
             for at, (chances, known) in enumerate(zip(found, sure, strict=True))
             if chances and (not known or known[0] < chances[0])
         }
-        if not asked or curve is None:
+        if not asked or not plain:
             return None
-        most = max(curve.num_explorable // len(asked), 1)
-        best, best_rate = 0, max(_MIN_GAIN * len(rows) / curve.plain, self._best(sure)[1])
+        points = self._costs.points(len(rows), plain)
+        most = max(_explorable(points) // len(asked), 1)
+        best, best_rate = 0, max(_MIN_GAIN * len(rows) / plain, self._best(sure)[1])
         for count in range(1, min(most, max(map(len, asked.values()))) + 1):
             chances = [asked[at][:count] if at in asked else sure[at] for at in range(len(rows))]
-            seconds = curve.seconds(len(rows) + sum(map(len, chances)))
+            seconds = interpolated(points, len(rows) + sum(map(len, chances)))
             seconds += timed.seconds([rows[at] for at in asked], count)
             rate = (len(rows) + sum(map(sum, chances))) / seconds
             if rate > best_rate:
@@ -278,9 +279,10 @@ class AdaptiveDraftPlanner:
         """Return the draft tokens to send per row that yield the most tokens per second."""
         best, _ = self._best(offers)
         ranked = _ranked(offers)
-        if has_prompts and (curve := self._costs.curve(len(offers))):
+        if has_prompts and (plain := self._costs.plain(len(offers))):
             # Prompts dominate the step's time, so likely drafts are nearly free.
-            best = sum(chance >= 0.5 for chance, _ in ranked[: curve.num_explorable])
+            limit = _explorable(self._costs.points(len(offers), plain))
+            best = sum(chance >= 0.5 for chance, _ in ranked[:limit])
         counts = [0] * len(offers)
         for _, row in ranked[:best]:
             counts[row] += 1
@@ -289,19 +291,20 @@ class AdaptiveDraftPlanner:
     def _best(self, offers: Sequence[Sequence[float]]) -> tuple[int, float]:
         """Return how many of the likeliest draft tokens to send, and tokens per second then."""
         num_rows, ranked = len(offers), _ranked(offers)
-        curve = self._costs.curve(num_rows)
-        if curve is None:
+        plain = self._costs.plain(num_rows)
+        if not plain:
             return 0, 0.0
-        best, best_rate = 0, _MIN_GAIN * num_rows / curve.plain
+        best, best_rate = 0, _MIN_GAIN * num_rows / plain
         if not ranked:
             return best, best_rate
+        points = self._costs.points(num_rows, plain)
         yields = list(accumulate((chance for chance, _ in ranked), initial=0.0))
-        limit = min(len(ranked), curve.num_explorable)
+        limit = min(len(ranked), _explorable(points))
         for size in [size for size in SIZES if num_rows < size < num_rows + limit] + [
             num_rows + limit
         ]:
             count = size - num_rows
-            rate = (num_rows + yields[count]) / curve.seconds(size)
+            rate = (num_rows + yields[count]) / interpolated(points, size)
             if rate > best_rate:
                 best, best_rate = count, rate
         return best, best_rate
@@ -311,6 +314,11 @@ def _ranked(offers: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
     """Return the chances of all draft tokens with the numbers of their rows, likeliest first."""
     every = ((chance, row) for row, chances in enumerate(offers) for chance in chances)
     return sorted(every, key=lambda offer: -offer[0])
+
+
+def _explorable(points: Sequence[tuple[int, float]]) -> int:
+    """Return how many draft tokens to try: at most twice those of the largest known size."""
+    return max(2, 2 * (points[-1][0] - points[0][0]))
 
 
 def is_allowed(mask: bytes | None, token: int) -> bool:
