@@ -16,12 +16,14 @@ from benchmarks.bench_drafts import Pair
 from benchmarks.bench_mlx_decode import llama_config
 from benchmarks.report import Report, interleaved
 from semantic.adapters.outbound.backends.mlx import runtime
+from semantic.adapters.outbound.backends.pinned import shared_memory
 from semantic.domain.spec import ModelCacheSpec
 
 runtime.prepare()
 import mlx.core as mx  # noqa: E402 - after the BLAS it is to use
 
 from semantic.adapters.outbound.backends.mlx.backend import MlxBackend  # noqa: E402
+from semantic.adapters.outbound.backends.mlx.cuda import device as cuda  # noqa: E402
 from semantic.adapters.outbound.backends.mlx.cuda import tuning  # noqa: E402
 from semantic.adapters.outbound.backends.mlx.loading import MlxModel, choose_device  # noqa: E402
 
@@ -32,6 +34,7 @@ SHAPES = {
 }
 DTYPES = {"tiny": mx.float32, "llama-8b": mx.bfloat16}
 NUM_PROMPT = 64
+PINNED_BYTES = 2**32
 _FAINT, _CALM = 2.0**-12, 0.15
 
 
@@ -89,9 +92,9 @@ def open_pair(shape: str, agree: int) -> Iterator[Pair]:
     for model, config in reversed(make_models(shape, agree)):  # the draft model first
         tuning.tune(model)
         make_caches = partial(cache.make_prompt_cache, model)
-        backends.append(
-            MlxBackend(MlxModel(model, ModelCacheSpec.from_config(config), make_caches))
-        )
+        spec = ModelCacheSpec.from_config(config)
+        memory = shared_memory(PINNED_BYTES) if cuda.is_in_use() else None
+        backends.append(MlxBackend(MlxModel(model, spec, make_caches, memory=memory)))
     draft, served = backends
     yield Pair(served, draft, NumberTokenizer(), partial(number_prompt, shape))
     draft.shutdown()

@@ -14,6 +14,7 @@ class PlainLoop:
 
     Attributes:
         calls: Numbers of rows, sequences and steps of each run.
+        num_after: How many of them followed drafts that a step verified.
         is_broken: Whether it fails from now on, as the kernel does if a barrier times out.
     """
 
@@ -23,6 +24,7 @@ class PlainLoop:
             [None if a is None else np.array(a) for a in row] for row in model.weights
         ]
         self.calls: list[tuple[int, int, int]] = []
+        self.num_after = 0
         self.is_broken = False
 
     def run(self, rows: Sequence[Any], draws: Sequence[Sequence[Any]], table: Any) -> Any:
@@ -44,6 +46,23 @@ class PlainLoop:
             places = list(range(num_seqs))
             given = [LoopRow(n, ends[n][1] + step + 1, token) for n, token in enumerate(new)]
         return mx.array([*tokens, MICROSECONDS], mx.int32)
+
+    def run_after(self, ends: Sequence[Any], count: int, table: Any) -> Any:
+        """As the kernel reads what it is given."""
+        from semantic.adapters.outbound.backends.mlx.loop.kernel import (
+            LoopDraw,
+            LoopRow,
+            _given_after,
+        )
+
+        self.num_after += 1
+        given, size = np.array(_given_after(ends, count)), len(ends)
+        rows = [LoopRow(*row[:3]) for row in given[: 8 * size].reshape(-1, 4).tolist()]
+        lasts = given[8 * size : 10 * size].reshape(-1, 2).tolist()
+        assert lasts == [[2 * n + 1, rows[2 * n + 1].position] for n in range(size)]
+        floats = given[10 * size :].view(np.float32).reshape(count, size, 2)
+        draws = [[LoopDraw(*draw) for draw in step] for step in floats.tolist()]
+        return self.run(rows, draws, table)
 
     def _pass(self, rows: Sequence[Any], table: Any) -> Any:
         s, (norm, head, embedding) = self.sizes, self._weights[-1][:3]

@@ -154,6 +154,66 @@ def test_what_the_loop_does_not_sample_changes_nothing(pair: Pair) -> None:
     assert len(in_steps(backend, first, 2)) == 2
 
 
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_draft_begun_before_a_step_ends_follows_its_tokens(
+    pair: Pair, params: SamplingParams
+) -> None:
+    """All of the first sequence's draft is accepted; the second one's step samples otherwise."""
+    served, backend = pair.make(), pair.make()
+    loop = backend.loop
+    assert loop is not None
+    prompts = {0: prompt(30), 1: prompt(300, 1)}
+    firsts, verifying = [], []
+    for seq, tokens in prompts.items():
+        for owner, number in ((served, seq), (backend, seq), (backend, 10 + seq)):
+            begin(owner, number, tokens)
+        draw = Draw(params, len(tokens))
+        firsts.append(Chunk(SequenceId(seq), len(tokens), (5,), draw))
+        other = replace(draw, params=SamplingParams(temperature=3, seed=2)) if seq else draw
+        verifying.append(replace(firsts[-1], draw=other))
+    drafts = loop.sample(firsts, 4)
+    step_chunks = tuple(replace(c, draft=d) for c, d in zip(verifying, drafts, strict=True))
+    ticket = served.launch(Step(step_chunks))
+    ahead = loop.sample_ahead(firsts, ticket, 3)
+    assert [len(tokens) for tokens in ahead] == [3, 3]
+    rows = [sampled(row) for row in served.collect(ticket).rows]
+    if pair.kernels is not None:  # else rounding may decide
+        assert [len(row.accepted) for row in rows] == [4, 0]
+    for seq, (first, row, tokens) in enumerate(zip(firsts, rows, ahead, strict=True)):
+        new = (5, *(token.token for token in row.accepted), row.token)
+        num_held = first.start + min(len(new) - 1, 4)
+        assert backend.truncate(SequenceId(seq), num_held) == num_held
+        follows = replace(first, start=num_held, tokens=new[num_held - first.start :])
+        loop.adopt([follows], [tokens])
+        fresh = replace(first, seq=SequenceId(10 + seq), tokens=new)
+        expected = in_steps(backend, fresh, 4)
+        last = replace(first, start=first.start + len(new) + 2, tokens=(tokens[2],))
+        if pair.kernels is not None:
+            assert [*tokens] == expected[:3]
+            assert in_steps(backend, last, 1) == expected[3:]
+
+
+def test_a_step_that_the_loop_cannot_read_begins_no_draft(pair: Pair) -> None:
+    served, backend = pair.make(), pair.make()
+    loop = backend.loop
+    assert loop is not None
+    for owner in (served, backend):
+        begin(owner, 0, prompt(30))
+    first = Chunk(SequenceId(0), 30, (5,), Draw(GREEDY, 30))
+    (draft,) = loop.sample([first], 2)
+    on_host = replace(first, draw=Draw(PENALISED, 30))
+    for chunk in (first, replace(first, draft=(1, 2)), replace(on_host, draft=draft)):
+        ticket = served.launch(Step((chunk,)))
+        assert not loop.sample_ahead([first], ticket, 3)
+        served.collect(ticket)
+        served.truncate(SequenceId(0), 30)
+    ticket = served.launch(Step((replace(first, draft=draft),)))
+    assert not loop.sample_ahead([first], ticket, 17)
+    assert loop.sample_ahead([first], ticket, 3)
+    backend.close_sequence(SequenceId(0))  # waits for the loop that writes to it
+    served.collect(ticket)
+
+
 def serve(pair: Pair, params: SamplingParams) -> EngineRig[ModelBackendPort]:
     """Replies with a draft model that is the served model itself."""
     backend = pair.make()
@@ -172,7 +232,7 @@ def serve(pair: Pair, params: SamplingParams) -> EngineRig[ModelBackendPort]:
             (*prompt(40), *prompt(9, i)),
             params,
             StopRules(ignore_eos=True),
-            24,
+            24 - 3 * i,
         )
         for i in range(3)
     ]
@@ -183,7 +243,7 @@ def serve(pair: Pair, params: SamplingParams) -> EngineRig[ModelBackendPort]:
         begin(plain, job_id := int(job.id), list(job.tokens[:-1]))
         first = Chunk(SequenceId(job_id), len(job.tokens) - 1, job.tokens[-1:], Draw(params, 49))
         if pair.kernels is not None:  # else rounding may decide
-            assert list(rig.reply_state(job.id).tokens) == in_steps(plain, first, 24)
+            assert list(rig.reply_state(job.id).tokens) == in_steps(plain, first, job.max_tokens)
     return rig
 
 
@@ -199,6 +259,7 @@ def test_replies_are_those_of_plain_decoding(pair: Pair, params: SamplingParams)
         assert served == draft  # only the draft model has one
         runs = draft[0].calls[2:]  # after those that check it
         assert (len(runs) > 3) == (params is not PENALISED)
+        assert (draft[0].num_after > 3) == (params is not PENALISED)
 
 
 def test_a_model_without_a_working_kernel_has_no_loop(
@@ -228,6 +289,6 @@ def test_a_loop_that_fails_is_not_used_again(pair: Pair) -> None:
 
     pair._make = make_broken
     rig = serve(pair, GREEDY)
-    assert len(kernels.loops[0].calls) == 3  # twice to check it
+    assert len(kernels.loops[0].calls) == 4  # two to check it, a draft, and the one begun after it
     usages = [rig.finished(f"{i}").usage for i in range(3)]
     assert sum(usage.accepted_by_source.get("draft_model", 0) for usage in usages) > 8

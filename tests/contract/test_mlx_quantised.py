@@ -42,7 +42,9 @@ def write(kind: str, folder: Path) -> tuple[TinyModel, torch.Tensor]:
         model = write_gpt_oss(folder / "tiny.gguf", SIZES, Kind.MXFP4, Kind.Q8_0, 1.0)
         directory = import_gguf(folder / "tiny.gguf", folder / "model")
     else:
-        config = LlamaConfig(**WIDE, tie_word_embeddings=True)
+        # A GPU's narrower matrices are dequantised: `expand_narrow`.
+        sizes = {**WIDE, "intermediate_size": 128}
+        config = LlamaConfig(**sizes, tie_word_embeddings=True)
         directory = write_grouped(folder, config, {"up_proj": 5, "down_proj": 6, "embed_tokens": 8})
         model = load_grouped(directory, torch.float32, is_kept=False).eval()
     with torch.inference_mode():

@@ -317,6 +317,33 @@ class TokenLoop(Protocol):
             BackendError: the device failed.
         """
 
+    def sample_ahead(
+        self, rows: Sequence[Chunk], verifying: Ticket, count: int
+    ) -> Sequence[PendingTokens]:
+        """Sample `count` tokens after each draft, as far as a running step will accept it.
+
+        The device compares the draft with the tokens that the step samples. The sequences stay as
+        they are until `adopt`.
+
+        Args:
+            rows: The last token before each draft, of this loop's sequences. They hold it and the
+                draft, except perhaps the draft's last token.
+            verifying: The step of another backend that verifies the drafts, in the same order.
+
+        Returns:
+            As `sample`; empty if the loop cannot read that step.
+
+        Raises:
+            BackendError: the device failed.
+        """
+
+    def adopt(self, rows: Sequence[Chunk], ahead: Sequence[PendingTokens]) -> None:
+        """Extend sequences as if `sample` had been called now and had returned `ahead`.
+
+        The caller must have compared the drafts with the step's tokens: `rows` end with the token
+        that the step sampled after those that it accepted.
+        """
+
 
 class ModelBackendPort(Protocol):
     """One loaded model on one device.

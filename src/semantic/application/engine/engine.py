@@ -339,6 +339,8 @@ class BlockPoolBatchEngine:
             if chunk.start + 1 < generation.num_prompt:
                 prompts += PromptWork.of(chunk.start, chunk.num_tokens)
         self._launched.append(LaunchedStep(tuple(rows), ticket, started, prompts, num_drafted))
+        if num_drafted and not prompts.num_tokens:
+            self._planner.draft_ahead([generation for generation, _ in rows], ticket)
 
     def _collect_all(self, but: int = 0) -> None:
         while len(self._launched) > but:

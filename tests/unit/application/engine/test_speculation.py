@@ -90,6 +90,9 @@ class Adversary:
             )
         return draft
 
+    def draft_ahead(self, rows: Sequence[Generation], verifying: Ticket) -> None:
+        """Nothing can follow drafts that are known."""
+
     def wants_tokens(self, rows: Sequence[Generation]) -> bool:  # noqa: ARG002
         return self._random.random() < 0.5
 

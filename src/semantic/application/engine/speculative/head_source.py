@@ -14,7 +14,7 @@ from semantic.application.engine.request import NO_SEQUENCE, Clock, as_backend_e
 from semantic.application.engine.speculative.source import NUM_FIRST, ReplyDraft, SourceMeasures
 from semantic.application.engine.steps import blended
 from semantic.domain.events import DraftOrigin
-from semantic.ports.backend import Chunk, DraftHead, Draw, SequenceId
+from semantic.ports.backend import Chunk, DraftHead, Draw, SequenceId, Ticket
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +73,9 @@ class HeadDrafts:
         for row, reply, tokens in zip(rows, replies, drafted, strict=True):
             reply.seq, reply.tokens = row.seq, [*tokens]
         return drafted
+
+    def draft_ahead(self, rows: Sequence[Generation], count: int, verifying: Ticket) -> None:
+        """Does nothing: a head needs the hidden states of accepted tokens."""
 
     def forget(self, generation: Generation) -> None:
         self._replies.pop(generation.order, None)

@@ -10,6 +10,8 @@ choose the same token where their probabilities are similar.
 
 Where the backend has a loop, it samples a whole draft without the host, and the step that verifies
 the draft starts before its tokens are known here. How long the device took is known afterwards.
+The loop also begins the next draft before that step ends, because the device can find out by itself
+where to go on; it need not wait for the host. If the next draft is not that one, it is dropped.
 """
 
 import itertools
@@ -85,6 +87,27 @@ class _Looped:
     tokens: PendingTokens
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A reply's draft that was begun before the tokens of a step were known.
+
+    Attributes:
+        num_known: The reply's tokens without those of the step.
+        verified: The draft that the step verifies.
+    """
+
+    seq: SequenceId
+    num_known: int
+    verified: Sequence[int]
+    tokens: PendingTokens
+
+    def follows(self, reply: _FollowedReply, known: Sequence[int]) -> bool:
+        """Whether a reply has the tokens of the step, and no others."""
+        new = known[self.num_known :]
+        num_accepted = common_prefix([*self.verified], new)
+        return reply.seq == self.seq and len(new) == num_accepted + 1
+
+
 class ModelDrafts:
     """A `TimedSource` over the backend of a draft model."""
 
@@ -109,6 +132,7 @@ class ModelDrafts:
         self._loop = backend.loop
         self._spent_s = 0.0
         self._looped: _Looped | None = None
+        self._begun: dict[int, _Begun] = {}
 
     @property
     def acceptance(self) -> float:
@@ -161,16 +185,36 @@ class ModelDrafts:
             ready = [row for row in rows if self._follow(row, count)]
             drafted = self._sample(ready, count)
         except Exception as error:  # noqa: BLE001 - replies do not depend on drafts
-            reason = as_backend_error(error).message
-            _log.error("the draft model failed and is not used any more: %s", reason)
-            self._is_broken = True
-            self.release()
+            self._give_up(error)
+        # The device computed a begun draft all this time.
+        self._spent_s = 0.0 if self._begun else self._clock() - started
+        self._begun.clear()
         for order, tokens in drafted.items():
             self._replies[order].tokens = tokens
-        self._spent_s = self._clock() - started
         return [drafted.get(row.order, []) for row in rows]
 
+    def draft_ahead(self, rows: Sequence[Generation], count: int, verifying: Ticket) -> None:
+        self._begun.clear()
+        lengths = [len(row.tokens) + len(row.drafting.latest.tokens) + 1 for row in rows]
+        replies = [self._reply_of(row) for row in rows]
+        fits = [
+            length - reply.offset + count <= min(reply.num_reserved, self._max_length)
+            for reply, length in zip(replies, lengths, strict=True)
+        ]
+        if self._loop is None or self._is_broken or not all(fits):
+            return
+        ends = [self._chunk(row, len(row.tokens) - 1) for row in rows]
+        try:
+            begun = self._loop.sample_ahead(ends, verifying, count)
+        except Exception as error:  # noqa: BLE001 - replies do not depend on drafts
+            self._give_up(error)
+            return
+        for row, reply, tokens in zip(rows, replies, begun, strict=False):  # none, or one each
+            verified = row.drafting.latest.tokens
+            self._begun[row.order] = _Begun(reply.seq, len(row.tokens), verified, tokens)
+
     def forget(self, generation: Generation) -> None:
+        self._begun.pop(generation.order, None)
         reply = self._replies.pop(generation.order, None)
         if reply is not None:
             self._close(reply)
@@ -185,6 +229,12 @@ class ModelDrafts:
             reply.reset()
         self._num_paused = _PAUSE
         return True
+
+    def _give_up(self, error: Exception) -> None:
+        reason = as_backend_error(error).message
+        _log.error("the draft model failed and is not used any more: %s", reason)
+        self._is_broken = True
+        self.release()
 
     # -- sequences ------------------------------------------------------------------------------
 
@@ -269,7 +319,11 @@ class ModelDrafts:
         """Sample draft tokens for rows whose sequences lack few tokens; keyed by their order."""
         if not rows:
             return {}
-        firsts = [self._first_chunk(row) for row in rows]
+        replies = [self._replies[row.order] for row in rows]
+        firsts = [
+            self._chunk(row, reply.offset + len(reply.held))
+            for row, reply in zip(rows, replies, strict=True)
+        ]
         return self._sample_in_a_row(rows, firsts, count) or self._sample_each(rows, firsts, count)
 
     def _sample_in_a_row(
@@ -278,14 +332,25 @@ class ModelDrafts:
         """Sample all tokens without waiting for them; empty if the backend cannot."""
         if self._loop is None or self._num_known > self._vocab_size:
             return {}
-        if not (sampled := self._loop.sample(firsts, count)):
+        if not (sampled := self._begun_drafts(rows) or self._loop.sample(firsts, count)):
             return {}
+        if self._begun:
+            self._loop.adopt(firsts, sampled)
         for row, first, tokens in zip(rows, firsts, sampled, strict=True):
             reply = self._replies[row.order]
             reply.held += row.tokens[-first.num_tokens :]
             reply.pending = tokens[:-1]
         self._looped = _Looped(len(rows), sampled[0])
         return {row.order: tokens for row, tokens in zip(rows, sampled, strict=True)}
+
+    def _begun_drafts(self, rows: Sequence[Generation]) -> Sequence[PendingTokens]:
+        """Return the drafts that were begun for these rows; drops them if they are of no use."""
+        if self._begun.keys() == {row.order for row in rows} and all(
+            self._begun[row.order].follows(self._replies[row.order], row.tokens) for row in rows
+        ):
+            return [self._begun[row.order].tokens for row in rows]
+        self._begun.clear()
+        return ()
 
     def _sample_each(
         self, rows: Sequence[Generation], firsts: Sequence[Chunk], count: int
@@ -308,13 +373,13 @@ class ModelDrafts:
             del tokens[next((at for at, t in enumerate(tokens) if t >= self._vocab_size), count) :]
         return drafted
 
-    def _first_chunk(self, row: Generation) -> Chunk:
+    def _chunk(self, row: Generation, start: int) -> Chunk:
+        """The tokens of a reply from `start` on, and how to sample after them."""
         reply = self._replies[row.order]
-        start = len(reply.held)
         params = replace(row.job.sampling, top_logprobs=None)
         num_prompt = max(row.num_prompt - reply.offset, 0)
         draw = Draw(params, num_prompt, num_before=reply.offset)
-        return Chunk(reply.seq, start, tuple(row.tokens[reply.offset + start :]), draw)
+        return Chunk(reply.seq, start - reply.offset, tuple(row.tokens[start:]), draw)
 
     def _run(self, firsts: Sequence[Chunk], count: int) -> Iterator[StepOutput]:
         """Run steps that each sample one token per row, launched ahead where the backend can."""

@@ -29,7 +29,7 @@ from semantic.application.engine.speculative.memory_source import MemoryDrafts
 from semantic.application.engine.speculative.source import TimedSource
 from semantic.application.engine.steps import SIZES, StepCosts, interpolated
 from semantic.domain.events import DraftOrigin
-from semantic.ports.backend import PendingTokens, Traits
+from semantic.ports.backend import PendingTokens, Ticket, Traits
 from semantic.ports.text import TokenConstraint
 
 _MIN_GAIN = 1.08  # a step carries drafts only if they raise tokens per second by this factor
@@ -46,6 +46,9 @@ class DraftPlanner(Protocol):
 
         Set `has_prompts` if the step also contains prompt chunks.
         """
+
+    def draft_ahead(self, rows: Sequence[Generation], verifying: Ticket) -> None:
+        """Begin the drafts after those that a launched step of these rows verifies."""
 
     def wants_tokens(self, rows: Sequence[Generation]) -> bool:
         """Whether the next step should wait for tokens being sampled, so that drafts can follow."""
@@ -68,8 +71,9 @@ class _Offer:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """That the source which takes time was asked; its duration is known after the step."""
+    """What the source which takes time was asked for; its duration is known after the step."""
 
+    count: int
     is_trial: bool
 
 
@@ -121,6 +125,13 @@ class AdaptiveDraftPlanner:
             if count:
                 drafts[row.order] = draft.cut(count)
         return drafts
+
+    def draft_ahead(self, rows: Sequence[Generation], verifying: Ticket) -> None:
+        asked = self._asked
+        if self._timed is None or asked is None or asked.is_trial:
+            return
+        if all(isinstance(row.drafting.latest.tokens, PendingTokens) for row in rows):
+            self._timed.draft_ahead(rows, asked.count, verifying)
 
     def wants_tokens(self, rows: Sequence[Generation]) -> bool:
         """Judge the drafts after the tokens being sampled."""
@@ -219,7 +230,7 @@ class AdaptiveDraftPlanner:
             return
         asked, count, is_trial = question
         drafted = self._timed.draft([rows[at] for at in asked], count)
-        self._asked = _Asked(is_trial=is_trial)
+        self._asked = _Asked(count, is_trial)
         for (at, chances), tokens in zip(asked.items(), drafted, strict=True):
             if tokens:
                 offers[at] = _Offer(tokens, chances[: len(tokens)], self._timed.origin)

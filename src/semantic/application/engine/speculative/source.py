@@ -8,6 +8,7 @@ from typing import Protocol
 from semantic.application.engine.generation import Generation
 from semantic.application.engine.steps import blended
 from semantic.domain.events import DraftOrigin
+from semantic.ports.backend import Ticket
 
 NUM_FIRST = 4  # measurements before a duration is known: the first ones include one-time setup
 WORTHLESS = 0.2  # a draft ends where the chance that all its tokens are correct falls below this
@@ -35,7 +36,7 @@ class DraftSource(Protocol):
         """
 
     def draft(self, rows: Sequence[Generation], count: int) -> Sequence[Sequence[int]]:
-        """Return up to `count` draft tokens for each row; fewer, or none, if it has no more.
+        """Return about `count` draft tokens for each row; fewer, or none, if it has no more.
 
         They may be `PendingTokens`: then the step that verifies them need not wait for them.
         """
@@ -46,6 +47,15 @@ class DraftSource(Protocol):
 
 class TimedSource(DraftSource, Protocol):
     """A source that takes time on the device, so that asking it must pay."""
+
+    def draft_ahead(self, rows: Sequence[Generation], count: int, verifying: Ticket) -> None:
+        """Begin drafts that follow the drafts of a running step, before its tokens are known.
+
+        The next `draft` of the same rows then takes less time. Does nothing if the source cannot.
+
+        Args:
+            rows: Of that step, with the drafts that it verifies in `Drafting.latest`.
+        """
 
     @property
     def spent_s(self) -> float:

@@ -33,10 +33,11 @@ from semantic.adapters.outbound.backends.mlx.device_limits import (
 )
 from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
 from semantic.adapters.outbound.backends.mlx.loading import MlxModel, MlxOptions
-from semantic.adapters.outbound.backends.mlx.loop.sequences import MlxLoop, make_loop
+from semantic.adapters.outbound.backends.mlx.loop.sequences import MlxLoop, VerifiedDraft, make_loop
 from semantic.adapters.outbound.backends.mlx.payloads import SnapshotTicket
 from semantic.adapters.outbound.backends.mlx.rows import PendingRow
 from semantic.adapters.outbound.backends.mlx.runner import MlxRunner
+from semantic.adapters.outbound.backends.mlx.sampling import LoopTokens
 from semantic.adapters.outbound.backends.mlx.vision.tower import lag
 from semantic.adapters.outbound.backends.mtp.state import head_bytes
 from semantic.adapters.outbound.backends.sampler import check_draw
@@ -172,6 +173,30 @@ class MlxBackend(DraftingBackend[MlxSequence]):
         except DEVICE_ERRORS as error:
             raise self._step_error(error) from error
         return sampled
+
+    def sample_ahead(
+        self, rows: Sequence[Chunk], verifying: Ticket, count: int
+    ) -> Sequence[PendingTokens]:
+        if self._loop is None or not isinstance(verifying, MlxStepTicket):
+            return ()
+        drafts = [
+            VerifiedDraft.of(chunk, self._sequences[chunk.seq], row)
+            for chunk, row in zip(rows, verifying.rows, strict=True)
+        ]
+        known = [draft for draft in drafts if draft is not None]
+        if len(known) < len(drafts):
+            return ()
+        try:
+            sampled = self._loop.sample_ahead(known, count)
+            self._kv_bytes = self.memory()
+        except DEVICE_ERRORS as error:
+            raise self._step_error(error) from error
+        return sampled
+
+    def adopt(self, rows: Sequence[Chunk], ahead: Sequence[PendingTokens]) -> None:
+        if self._loop is not None:
+            sampled = [tokens for tokens in ahead if isinstance(tokens, LoopTokens)]
+            self._loop.adopt([self._pending(chunk) for chunk in rows], sampled)
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         sequence, layout = self._sequences[seq], self._runner.layout
@@ -406,6 +431,9 @@ class MlxBackend(DraftingBackend[MlxSequence]):
         it.
         """
         sequence.read_looped()
+        if sequence.begun is not None:
+            sequence.begun.values()
+            sequence.begun = None
         if sequence.group is not None and (self._num_running or self._held):
             self._held.append(sequence.group.arrays)
         self._runner.groups.remove(sequence)

@@ -30,7 +30,7 @@ from semantic.adapters.outbound.backends.mlx.caches import (
 from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_attention
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import Copying
-from semantic.adapters.outbound.backends.mlx.sampling import LoopTokens, PendingToken
+from semantic.adapters.outbound.backends.mlx.sampling import LoopRun, LoopTokens, PendingToken
 from semantic.adapters.outbound.backends.mtp.state import HeadState
 
 _STAY = 2  # a row may miss this many steps before it is moved out of its group
@@ -48,6 +48,7 @@ class MlxSequence:
         ahead: See `DraftedSequence`, like `checkpoint`, whose arrays are by part.
         looped: Where the tokens of a loop begin in `known`, and these tokens; there are none
             in `known` until they are needed.
+        begun: The last loop that writes after the sequence's end, and may not be adopted.
     """
 
     known: list[int]
@@ -62,6 +63,7 @@ class MlxSequence:
     ahead: HeadState = field(default_factory=lambda: HeadState(MLX_ARRAYS))
     checkpoint: Checkpoint | None = None
     looped: tuple[int, LoopTokens] | None = None
+    begun: LoopRun | None = None
 
     def read_looped(self) -> None:
         """Wait for the tokens of a loop, and fill them in."""

@@ -28,7 +28,7 @@ from semantic.adapters.outbound.backends.mlx.decode import (
 )
 from semantic.adapters.outbound.backends.mlx.groups import Group, GroupStep, MlxSequence, RowGroups
 from semantic.adapters.outbound.backends.mlx.loop import kernel as loop_kernel
-from semantic.adapters.outbound.backends.mlx.loop.kernel import LoopDraw, LoopKernel, LoopRow
+from semantic.adapters.outbound.backends.mlx.loop.kernel import LoopKernel
 from semantic.adapters.outbound.backends.mlx.probing import Batching, Probes, is_close
 from semantic.adapters.outbound.backends.mlx.rows import (
     PendingRow,
@@ -405,20 +405,15 @@ class MlxRunner:
         """Return the kernel that samples tokens in a row; None if it does not support the model."""
         return loop_kernel.make_loop(self._model) if self.has_custom_layers else None
 
-    def run_loop(
-        self,
-        loop: LoopKernel,
-        sequences: Sequence[MlxSequence],
-        rows: Sequence[LoopRow],
-        draws: Sequence[Sequence[LoopDraw]],
-    ) -> Array:
-        """Start a loop over sequences that have room for its tokens; see `LoopKernel.run`.
+    def run_loop(self, sequences: Sequence[MlxSequence], launch: Callable[[Array], Array]) -> Array:
+        """Start a loop over sequences that have room for its tokens.
 
-        Returns without waiting. Does not extend the sequences.
+        `launch` gets the table of their addresses; see `LoopKernel`. Returns without waiting. Does
+        not extend the sequences.
         """
         self._step += 1
         groups = self.groups.assemble(sequences, self._step)
-        tokens = loop.run(rows, draws, self.groups.table(groups))
+        tokens = launch(self.groups.table(groups))
         self.latest = tokens
         mx.async_eval([tokens, *self.groups.moved_arrays()])
         return tokens

@@ -59,7 +59,7 @@ class LoopTokens(PendingTokens):
     """The first tokens that a loop samples for one sequence, with the sequence's number."""
 
     def __init__(self, run: LoopRun, number: int, size: int) -> None:
-        self._run, self._size = run, size
+        self.run, self._size = run, size
         stride = run.num_sequences
         self._places = slice(number, number + size * stride, stride)
         self.number = number
@@ -67,11 +67,11 @@ class LoopTokens(PendingTokens):
     @property
     def array(self) -> Array:
         """The tokens on the device."""
-        return self._run.tokens[self._places]
+        return self.run.tokens[self._places]
 
     @property
     def seconds(self) -> float:
-        return self._run.values()[-1] / 1e6
+        return self.run.values()[-1] / 1e6
 
     def __len__(self) -> int:
         return self._size
@@ -82,8 +82,8 @@ class LoopTokens(PendingTokens):
     def __getitem__(self, index: slice) -> Sequence[int]: ...
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
         if isinstance(index, slice) and index.start in (None, 0) and index.step is None:
-            return LoopTokens(self._run, self.number, len(range(self._size)[index]))
-        return self._run.values()[self._places][index]
+            return LoopTokens(self.run, self.number, len(range(self._size)[index]))
+        return self.run.values()[self._places][index]
 
 
 @dataclass(slots=True, eq=False)

@@ -56,6 +56,24 @@ class LoopDraw:
 
 
 @dataclass(frozen=True, slots=True)
+class LoopEnd:
+    """A token, and a draft after it that a running step verifies.
+
+    Attributes:
+        draft: On the device.
+        sampled: The tokens that the step samples after the token and after each draft token.
+        draws: How to sample at all positions that the loop may reach, from the second one after
+            the token on.
+    """
+
+    position: int
+    token: int
+    draft: Array
+    sampled: Array
+    draws: Sequence[LoopDraw]
+
+
+@dataclass(frozen=True, slots=True)
 class LoopSizes:
     """What the kernel is compiled for."""
 
@@ -212,14 +230,32 @@ class LoopKernel:
         given = [n for row in rows for n in (row.number, row.position, row.token, 0)]
         given += [n for number in range(num_seqs) for n in ends[number]]
         wanted = [draw for step in draws for draw in step]
-        given += _bits([n for draw in wanted for n in (draw.temperature, draw.point)])
-        is_sampled = any(draw.temperature > 0 for draw in wanted)
+        given += _bits(wanted)
+        # One array, since each takes the host time.
+        sizes = len(rows), num_seqs, count
+        return self._launch(mx.array(given, mx.int32), sizes, table, _is_sampled(wanted))
+
+    def run_after(self, ends: Sequence[LoopEnd], count: int, table: Array) -> Array:
+        """Sample `count` tokens of each sequence after the accepted part of its draft, as `run`.
+
+        The last accepted token and the one that follows it are computed, since the sequence may
+        lack both.
+        """
+        sizes = 2 * len(ends), len(ends), count
+        is_sampled = any(_is_sampled(end.draws) for end in ends)
+        return self._launch(_given_after(ends, count), sizes, table, is_sampled)
+
+    def _launch(
+        self, given: Array, sizes: tuple[int, int, int], table: Array, is_sampled: bool
+    ) -> Array:
+        """Launch the kernel for numbers of rows, sequences and steps."""
+        num_rows, num_seqs, count = sizes
         (tokens,) = _kernel(self.sizes, self._num_tiles)(
             inputs=[
                 self._weights,
                 table,
                 self._angles,
-                mx.array(given, mx.int32),  # one array, since each takes the host time
+                given,
                 self._latest,  # so that this launch follows the one before
                 self._buffers,
                 self._floats,
@@ -228,12 +264,12 @@ class LoopKernel:
             ],
             template={
                 "T": mx.bfloat16,
-                "TILES": 1 if len(rows) <= _TILE_ROWS else MAX_ROWS // _TILE_ROWS,
+                "TILES": 1 if num_rows <= _TILE_ROWS else MAX_ROWS // _TILE_ROWS,
             },
             grid=(self._num_blocks * source_parts.THREADS, 1, 1),
             threadgroup=(source_parts.THREADS, 1, 1),
             outputs=[((count * num_seqs + 1,), mx.int32)],
-            numbers=(len(rows), num_seqs, count, table.shape[1], int(is_sampled)),
+            numbers=(num_rows, num_seqs, count, table.shape[1], int(is_sampled)),
         )
         self._latest = tokens
         return tokens
@@ -272,8 +308,30 @@ def _kernel(sizes: LoopSizes, num_tiles: int) -> Kernel:
     )
 
 
-def _bits(numbers: Sequence[float]) -> tuple[int, ...]:
-    """Return the bits of numbers in 32 bits, as integers."""
+def _given_after(ends: Sequence[LoopEnd], count: int) -> Array:
+    """Return what `run` gives the kernel: rows, the last row of each sequence, and draws."""
+    rows, lasts, draws = [], [], []
+    for number, end in enumerate(ends):
+        is_right = (end.sampled[: end.draft.shape[0]] == end.draft).astype(mx.int32)
+        num_accepted = mx.sum(mx.cumprod(is_right))
+        places = num_accepted + mx.array([0, 1], mx.int32)
+        tokens = mx.concatenate([mx.array([end.token], mx.int32), end.sampled])[places]
+        positions = places + end.position
+        same = mx.array([number, number], mx.int32)
+        rows.append(mx.stack([same, positions, tokens, mx.zeros_like(same)], axis=1).reshape(-1))
+        lasts += [mx.array([2 * number + 1], mx.int32), positions[1:]]
+        wanted = mx.array(_bits(end.draws), mx.int32).reshape(-1, 2)
+        draws.append(wanted[num_accepted + mx.arange(count)])
+    return mx.concatenate([*rows, *lasts, mx.stack(draws, axis=1).reshape(-1)])
+
+
+def _is_sampled(draws: Sequence[LoopDraw]) -> bool:
+    return any(draw.temperature > 0 for draw in draws)
+
+
+def _bits(draws: Sequence[LoopDraw]) -> tuple[int, ...]:
+    """Return temperatures and random numbers, in 32 bits, as integers."""
+    numbers = [n for draw in draws for n in (draw.temperature, draw.point)]
     return struct.unpack(f"{len(numbers)}i", struct.pack(f"{len(numbers)}f", *numbers))
 
 
