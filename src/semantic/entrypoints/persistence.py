@@ -324,6 +324,13 @@ class AgentMemory:
             self._close_ledger()
             return True
         is_written = self.disk.close(timeout_s)
+        cache = self.served.loaded
+        if cache is not None and (nbytes := cache.store.tiers.unwritten_bytes):
+            _log.warning(
+                "stopped before all KV cache was written to disk; the next turns compute the rest "
+                "again. Raise shutdown_timeout_s to write more.",
+                unwritten_mb=-(-nbytes >> 20),
+            )
         if self.disk.is_closed:
             self._unlock()
         return is_written

@@ -1,13 +1,17 @@
 """The parts that store agents, wired over a real directory."""
 
 import gc
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer
+from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.model import LoadedModel
 from semantic.application.settings import EngineLimits
@@ -18,6 +22,7 @@ from semantic.domain.errors import QuotaExceededError
 from semantic.entrypoints.persistence import AgentMemory
 from tests.http_server import make_settings
 from tests.unit.application.engine_rig import make_job
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.unit
 
@@ -46,6 +51,33 @@ def test_what_was_found_at_the_start_is_not_kept_beside_the_store(tmp_path: Path
     known = [part for part in gc.get_objects() if type(part) is BlockPart]
     assert not [part for part in known if part.root == root]
     assert "7 block files" in memory.summary
+
+
+def test_a_stop_says_what_it_had_no_time_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = AgentMemory(make_settings(tmp_path))
+    model = LoadedModel("fake", FakeBackend(), FakeTokenizer())
+    engine = memory.make_engine(model, EngineLimits(), lambda _: None, lambda: None)
+    disk = memory.disk
+    assert disk is not None
+    write = SafetensorsCache.write
+
+    def write_slowly(*given: Any, **options: Any) -> BlockPart:
+        await_that(lambda: time.monotonic() > disk._deadline)
+        return write(*given, **options)
+
+    monkeypatch.setattr(SafetensorsCache, "write", write_slowly)
+    engine.submit(replace(make_job("a", "x" * 100), root=BlockNamespace("", "fake").root()))
+    while engine.has_work:
+        engine.step()
+    with structlog.testing.capture_logs() as lines:
+        memory.close(0.4)
+    assert memory.cache.store.tiers.unwritten_bytes > 0
+    (line,) = [line for line in lines if "unwritten_mb" in line]
+    assert line["unwritten_mb"] == 1
+    assert "Raise shutdown_timeout_s" in line["event"]
+    await_that(lambda: disk.is_closed)
 
 
 def test_a_model_that_is_dropped_leaves_memory(tmp_path: Path) -> None:

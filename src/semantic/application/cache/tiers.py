@@ -313,6 +313,15 @@ class BlockTiers:
         else:
             self._dirty[part.key] = part
 
+    @property
+    def unwritten_bytes(self) -> int:
+        """Bytes in memory that are to be on disk, and are not."""
+        with self.lock:
+            kinds = {*self._dirty, *self._writing}
+            nodes = [(self.index.get(name), kind) for name, kind in kinds]
+            payloads = [node.payloads.get(kind) for node, kind in nodes if node is not None]
+            return sum(payload.nbytes for payload in payloads if payload is not None)
+
     def offer_again(self) -> None:
         waiting, self._dirty = self._dirty, {}
         for part in waiting.values():
