@@ -32,7 +32,7 @@ _CLOSE_TIMEOUT_S = 5.0
 _SHARING_COST = 50
 _QUICK_S = 0.05
 _MAX_AGE_S = 30.0  # until then, an older result is returned while the next one is computed
-_BATCH, _PAUSE_S = 256, 0.005  # agents between two pauses in the background
+_BATCH, _PAUSE_S = 16, 0.01  # agents between two pauses in the background
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ _NUM_WARM, _NUM_REOPENED = 64, 16  # agents whose KV cache is read, and restored
 _WARM_SHARE = 0.25
 # While requests run, the comparison of files with the index pauses after so many files, which take
 # 0.25 ms. It takes a tenth of a core then, and 12 minutes for a million files.
-_SCAN_FILES, _SCAN_PAUSE_S = 4, 0.0025
+_SCAN_FILES, _SCAN_PAUSE_S = 2, 0.0025
 _LISTED_NODES = 256  # that many nodes of the index are listed between two pauses
 _LATE_ROUNDS = 5  # a backup older than this many intervals is reported as late
 _MAX_TOLD = 3
