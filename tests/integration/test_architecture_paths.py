@@ -1,8 +1,6 @@
 """The files that `docs/architecture.md` lists are those that run, no more and no fewer."""
 
-import sys
 import threading
-import traceback
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from semantic.domain.pool import BlockPool
 from tests.call_profile import CallProfile, listed_files
 from tests.http_server import make_settings, run_server
 from tests.unit.application.engine_rig import EngineRig, make_job
-from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
 
@@ -98,12 +95,6 @@ REQUEST_LEFT_OUT = (
 )
 
 
-def is_ready_for_requests() -> bool:
-    """Whether no thread builds routes any more, as one does right after the start."""
-    stacks = [traceback.walk_stack(frame) for frame in sys._current_frames().values()]
-    return all(frame.f_code.co_name != "_prepare_routes" for stack in stacks for frame, _ in stack)
-
-
 def second_turn(home: Path, profile: CallProfile) -> set[str]:
     """The files that run for the second turn of a conversation, which reuses the first."""
     messages = [{"role": "user", "content": "Tell me a story about a dog. " * 10}]
@@ -114,7 +105,6 @@ def second_turn(home: Path, profile: CallProfile) -> set[str]:
             {"role": "assistant", "content": first["content"]},
             {"role": "user", "content": "Go on."},
         ]
-        await_that(is_ready_for_requests)
         profile.clear()
         with http.stream("POST", "/v1/messages", json={**body, "stream": True}) as reply:
             events = "".join(reply.iter_text())

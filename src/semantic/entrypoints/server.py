@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import uvicorn
 from fastapi import FastAPI
-from starlette.concurrency import run_in_threadpool
 from starlette.middleware.cors import CORSMiddleware
 
 from semantic import __version__
@@ -100,14 +99,12 @@ def create_app(server: Server) -> FastAPI:
     mcp = McpLoader(functools.partial(_make_mcp, server))
 
     @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         server.start()
         recording = asyncio.create_task(server.history.run())
-        preparing = asyncio.create_task(run_in_threadpool(_prepare_routes, app))
         async with mcp.serving():
             yield
         recording.cancel()
-        preparing.cancel()
         server.request_stop()
         _await_device(server)
         _close_memory(server)
@@ -121,42 +118,37 @@ def create_app(server: Server) -> FastAPI:
         redoc_url=None,
     )
     install_error_handlers(app)
-    app.include_router(docs_router(app.openapi))
-    app.include_router(page_router())
-    principal = current_principal
+    principal, past = current_principal, PastTurns(server.memory.agents.log)
     read_images = _image_reader(server).read
-    app.include_router(openai_router(server.inference, server.models, principal, read_images))
-    past = PastTurns(server.memory.agents.log)
     responses = ResponsesApi(
         server.inference, server.models, past, principal, server.summariser, read_images
     )
-    app.include_router(responses.router())
-    app.include_router(health_router(server.models, lambda: _condition(server)))
-    app.include_router(metrics_router(server.metrics.render, server.history.since))
-    app.include_router(anthropic_router(server.inference, principal, read_images))
-    ollama = OllamaApi(server.inference, server.models, past, principal, read_images)
-    app.include_router(ollama.router())
-    # Added before the paths with a model's name, which would match `downloads` too.
-    app.include_router(DownloadsApi(ModelDownloads(server.models)).router())
-    app.include_router(AdminApi(server.models, server.device, server.runtime).router())
-    app.include_router(CacheApi(server.cache, server.feed, principal).router())
     agents = AgentApi(
         server.chat, server.agents, server.transfer, server.compaction, principal, read_images
     )
-    app.include_router(agents.router())
-    app.include_router(PackApi(server.packs, server.transfer.admit_import, principal).router())
-    app.include_router(volatile_router(server.volatile, principal))
-    app.include_router(images_router(principal, server.memory.agents.image_file))
+    routers = (
+        docs_router(app.openapi),
+        page_router(),
+        openai_router(server.inference, server.models, principal, read_images),
+        responses.router(),
+        health_router(server.models, lambda: _condition(server)),
+        metrics_router(server.metrics.render, server.history.since),
+        anthropic_router(server.inference, principal, read_images),
+        OllamaApi(server.inference, server.models, past, principal, read_images).router(),
+        # Before the paths with a model's name, which would match `downloads` too.
+        DownloadsApi(ModelDownloads(server.models)).router(),
+        AdminApi(server.models, server.device, server.runtime).router(),
+        CacheApi(server.cache, server.feed, principal).router(),
+        agents.router(),
+        PackApi(server.packs, server.transfer.admit_import, principal).router(),
+        volatile_router(server.volatile, principal),
+        images_router(principal, server.memory.agents.image_file),
+    )
+    # `include_router` would build each route again at its first request, while others wait.
+    app.router.routes += [route for router in routers for route in router.routes]
     app.router.routes.append(mcp.route)
     _add_middleware(app, server)
     return app
-
-
-def _prepare_routes(app: FastAPI) -> None:
-    """Build the routes, which FastAPI would do at a first request, while others wait for 0.2 s."""
-    nothing = {"type": "http", "method": "GET", "path": "/-", "root_path": "", "headers": []}
-    for route in app.router.routes:
-        route.matches(nothing)
 
 
 def _image_reader(server: Server) -> ImageReader:
