@@ -179,17 +179,17 @@ def test_a_draft_begun_before_a_step_ends_follows_its_tokens(
     rows = [sampled(row) for row in served.collect(ticket).rows]
     if pair.kernels is not None:  # else rounding may decide
         assert [len(row.accepted) for row in rows] == [4, 0]
-    for seq, (first, row, tokens) in enumerate(zip(firsts, rows, ahead, strict=True)):
+    for seq, (first, row, begun) in enumerate(zip(firsts, rows, ahead, strict=True)):
         new = (5, *(token.token for token in row.accepted), row.token)
         num_held = first.start + min(len(new) - 1, 4)
         assert backend.truncate(SequenceId(seq), num_held) == num_held
         follows = replace(first, start=num_held, tokens=new[num_held - first.start :])
-        loop.adopt([follows], [tokens])
+        loop.adopt([follows], [begun])
         fresh = replace(first, seq=SequenceId(10 + seq), tokens=new)
         expected = in_steps(backend, fresh, 4)
-        last = replace(first, start=first.start + len(new) + 2, tokens=(tokens[2],))
+        last = replace(first, start=first.start + len(new) + 2, tokens=(begun[2],))
         if pair.kernels is not None:
-            assert [*tokens] == expected[:3]
+            assert [*begun] == expected[:3]
             assert in_steps(backend, last, 1) == expected[3:]
 
 

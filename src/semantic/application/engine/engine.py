@@ -34,7 +34,7 @@ from semantic.application.engine.speculative.ahead import AheadQueue
 from semantic.application.engine.speculative.head_source import HeadDrafts
 from semantic.application.engine.speculative.model_source import ModelDrafts
 from semantic.application.engine.speculative.planner import AdaptiveDraftPlanner, DraftPlanner
-from semantic.application.engine.steps import EngineWatch, LaunchedStep, PromptWork
+from semantic.application.engine.steps import EngineWatch, LaunchedStep
 from semantic.application.parsing import TextAssembler
 from semantic.application.settings import EngineLimits
 from semantic.domain.errors import (
@@ -329,17 +329,14 @@ class BlockPoolBatchEngine:
         except Exception as error:  # noqa: BLE001 - `_isolate` retries each row alone
             self._isolate(rows, error)
             return
-        prompts, num_drafted = PromptWork(), 0
         for generation, chunk in rows:
             if not generation.progress.is_started:
                 generation.job.trace.prefilled = started
                 self._queue_event(generation, generation.report_progress())
             generation.count_launched(chunk)
-            num_drafted += len(chunk.draft)
-            if chunk.start + 1 < generation.num_prompt:
-                prompts += PromptWork.of(chunk.start, chunk.num_tokens)
-        self._launched.append(LaunchedStep(tuple(rows), ticket, started, prompts, num_drafted))
-        if num_drafted and not prompts.num_tokens:
+        step = LaunchedStep(tuple(rows), ticket, started)
+        self._launched.append(step)
+        if step.num_drafted and not step.prompts.num_tokens:
             self._planner.draft_ahead([generation for generation, _ in rows], ticket)
 
     def _collect_all(self, but: int = 0) -> None:

@@ -6,7 +6,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import mul
 from statistics import mean
 from typing import Optional
@@ -59,8 +59,14 @@ class LaunchedStep:
     rows: tuple[tuple[Generation, Chunk], ...]
     ticket: Ticket
     launched_at: float
-    prompts: PromptWork
-    num_drafted: int
+    prompts: PromptWork = field(default=PromptWork(), init=False)
+    num_drafted: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        for generation, chunk in self.rows:
+            self.num_drafted += len(chunk.draft)
+            if chunk.start + 1 < generation.num_prompt:
+                self.prompts += PromptWork.of(chunk.start, chunk.num_tokens)
 
     def is_awaited(self, num_requests: int) -> bool:
         """Whether to collect this step before launching the next one.
