@@ -67,23 +67,20 @@ serve: $(VENV)/.serve ## serve the starter model on 127.0.0.1:8000 (more: make s
 
 # -- check --
 
-# These tests start servers, run a real model, draw random cases or read the source; other tests cover
-# the same code. COVERAGE=1 does not trace them, because tracing takes as long as the tests themselves.
-UNTRACED = tests/smoke tests/e2e tests/attack tests/page tests/cluster tests/clients tests/zoo \
-	$(patsubst %,tests/contract/test_%.py,backend_contract memory_contract image_contract peer_failures shards \
-		ahead backend_sampling draft_heads draft_models mlx_backend mlx_own_layers torch_native_variants) \
-	$(patsubst %,tests/integration/test_%.py,guides openapi http_concurrency packs cache_faults encryption \
-		model_swap_torch dtype_change repairs model_swap cache_cli tenants tool_pauses direct_api_cache \
-		metrics cache_explain published_templates chat_templates compaction conversation_reuse rest_precision \
-		small_memory mcp workflow machines ollama_sdk vision_models security openai_chat http_front \
-		client_requests anthropic_sdk ephemeral) \
-	$(wildcard tests/unit/test_*.py) tests/unit/benchmarks tests/unit/training tests/unit/entrypoints/test_cli.py \
-	$(shell find tests -name '*_machine.py' -o -name 'test_*starter*.py')
+# COVERAGE=1 traces these tests alone: tracing takes as long as the tests themselves, and the others, which
+# start servers, run a real model, draw random cases or read the source, hardly run any other code.
+TRACED = $(filter-out tests/unit/test_% tests/unit/benchmarks/% tests/unit/training/% %_machine.py \
+		tests/unit/entrypoints/test_cli.py $(SLOW_FILES), $(shell find tests/unit -name 'test_*.py' ! -name '*starter*')) \
+	$(patsubst %,tests/contract/test_%.py,backend_scores draft_loop gguf_architectures gpt_oss_gguf ledger_contract \
+		mlx_quantised seeing_models torch_attention torch_cpu torch_grouped torch_loading) \
+	$(patsubst %,tests/integration/test_%.py,anthropic_http cli direct_api doctor_report draft_models image_requests \
+		image_turns media_fetch models openai_refusals openai_responses page tracing)
 SHARED := --numprocesses=$(JOBS) --dist=worksteal --durations=10 --durations-min=10
 FAST := -m 'not slow'
 # Collecting takes as long as many of these tests, so only files with slow tests are read.
-SLOW = $(shell grep -rl --include='test_*.py' 'mark\.slow' tests)
+SLOW_FILES = $(shell grep -rl --include='test_*.py' 'mark\.slow' tests)
 COVERAGE ?=
+SLOW ?=
 
 # Test processes and servers import the same files; compiling all of them again takes longer than most tests.
 serve test test-slow typecheck docs-check: export PYTHONDONTWRITEBYTECODE :=
@@ -93,21 +90,21 @@ test: $(VENV)/.dev ## run the tests, without the slow ones, in JOBS (2) processe
 ifneq ($(ARGS),)
 	@echo "==> running the tests selected by: $(ARGS)"
 else
-	@echo "==> running all but the slow tests in $(JOBS) processes; two cores take up to 15 minutes" \
-		"(make test-slow runs the slow ones)"
+	@echo "==> running all$(if $(SLOW),, but the slow) tests in $(JOBS) processes; two cores take up to" \
+		"$(if $(SLOW),20 minutes,15 minutes (make test-slow runs the slow ones))"
 endif
 ifeq ($(COVERAGE),)
-	@$(PYTEST) $(SHARED) $(FAST) $(ARGS)
+	@$(PYTEST) $(SHARED) $(if $(SLOW),,$(FAST)) $(ARGS)
 else
 	@echo "==> running the tests that measure coverage"
 	@rm -f .coverage .coverage.*
-	@$(BIN)/coverage run -m pytest $(SHARED) $(FAST) $(foreach path,$(UNTRACED),--ignore=$(path)) $(ARGS)
+	@$(BIN)/coverage run -m pytest $(SHARED) $(TRACED) $(ARGS)
 	@echo "==> running the other tests"
-	@$(PYTEST) $(SHARED) $(FAST) $(UNTRACED) $(ARGS)
+	@$(PYTEST) $(SHARED) $(if $(SLOW),,$(FAST)) $(addprefix --ignore=,$(TRACED)) $(ARGS)
 endif
 test-slow: $(VENV)/.dev ## run the slow tests, each of which takes more than 20 seconds
 	@echo "==> running the slow tests in $(JOBS) processes; two cores take up to 10 minutes"
-	@$(PYTEST) $(SHARED) -m slow $(or $(ARGS),$(SLOW))
+	@$(PYTEST) $(SHARED) -m slow $(or $(ARGS),$(SLOW_FILES))
 
 .PHONY: coverage
 coverage: $(VENV)/.dev ## check the coverage that `make test COVERAGE=1` measured
@@ -246,7 +243,7 @@ format: $(VENV)/.dev ## format the code and apply automatic fixes
 
 .PHONY: typecheck
 typecheck: $(VENV)/.dev ## check types strictly
-	@$(BIN)/mypy
+	@$(BIN)/mypy --num-workers=$(JOBS)
 
 .PHONY: docs docs-check
 docs: $(VENV)/.dev ## serve the documentation on 127.0.0.1:8001
@@ -256,8 +253,7 @@ docs-check: $(VENV)/.dev ## build the documentation into site/; broken links are
 
 .PHONY: check
 check: lint typecheck docs-check ## everything CI runs: format, lint, types, docs, tests, slow tests, coverage
-	@$(MAKE) --no-print-directory test COVERAGE=1
-	@$(MAKE) --no-print-directory test-slow
+	@$(MAKE) --no-print-directory test COVERAGE=1 SLOW=1
 	@$(MAKE) --no-print-directory coverage
 
 # The security tools have their own dependencies and a separate environment.
