@@ -21,7 +21,8 @@ _BY_NAME: Mapping[int, tuple[str, ...]] = {
     16: ("kv_lora_rank", "q_lora_rank", "global_head_dim", "image_size", "index_n_heads"),
     8: (
         *("head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim", "index_topk"),
-        *("linear_key_head_dim", "linear_value_head_dim", "mamba_d_head", "mamba_head_dim"),
+        *("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"),
+        *("mamba_d_head", "mamba_head_dim"),
         *("mamba_n_heads", "mamba_num_heads", "mamba_d_state", "state_size", "ssm_state_size"),
         *("chunk_size", "mamba_chunk_size", "query_pre_attn_scalar", "patch_size"),
         *("hidden_size_per_layer_input", "expert_hidden_size"),
@@ -30,7 +31,8 @@ _BY_NAME: Mapping[int, tuple[str, ...]] = {
         *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
         *("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"),
         *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-        *("linear_num_value_heads", "qk_rope_head_dim", "rotary_dim", "laurel_rank"),
+        *("linear_num_value_heads", "linear_num_heads", "qk_rope_head_dim"),
+        *("rotary_dim", "laurel_rank"),
         *("mamba_dt_rank", "time_step_rank"),
     ),
     2: (
