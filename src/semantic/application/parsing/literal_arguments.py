@@ -98,11 +98,19 @@ class PythonArguments(JsonArguments):
         if char == "\\":
             return self._escape(text, at)
         if text.startswith(self._quote, at):
-            return self._end_string()
+            return self._end_or_join(text, at)
         if self._quote.startswith(text[at : at + len(self._quote)]):
             return 0  # the beginning of a triple quote
         plain = _PLAIN.match(text, at)
         return self._read(plain[0] if plain else char, len(plain[0]) if plain else 1)
+
+    def _end_or_join(self, text: str, at: int) -> int:
+        """End the string, or continue it with the next one: ``'a' "b"`` is ``'ab'``."""
+        begin = len(text) - len(text[at + len(self._quote) :].lstrip())
+        quote = self._quote_at(text, begin) if begin < len(text) else None
+        if quote is None:
+            return 0
+        return begin - at + self._begin(quote, is_key=self._is_key) if quote else self._end_string()
 
     def _read(self, content: str, size: int) -> int:
         self._content(self._lone_surrogate() + _in_json(content))
