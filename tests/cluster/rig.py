@@ -265,7 +265,7 @@ class TalkingAgent:
     """An agent's client: says one thing after the other, each until it is acknowledged.
 
     Attributes:
-        broken_on: The processes whose streams broke after they had said something.
+        broken_on: The processes whose streams broke.
         waits: Seconds from a first failure to the turn's acknowledgement.
         open_on: The process whose stream says something now.
         asked: The tokens that are asked for now: `max_tokens` as it was when that began.
@@ -301,6 +301,7 @@ class TalkingAgent:
         body = {"messages": messages, "max_tokens": self.asked, "stream": True}
         body["ignore_eos"] = True  # all are as long as they are to be, whatever is drawn
         path = f"{self.url}/v1/agents/{self.name}/generate"
+        pid = 0
         try:
             with (
                 httpx.Client(trust_env=False, timeout=60, verify=NO_TLS) as http,
@@ -310,16 +311,18 @@ class TalkingAgent:
                     self.failures.append(f"{reply.status_code} {reply.read()[:90]!r}")
                     assert reply.status_code >= 409, self.failures
                     return False
-                return self._read(reply, tries)
+                pid = served_by(reply)
+                if self._read(reply, pid, tries):
+                    return True
+                self.failures.append("the stream ended without its last event")
         except httpx.HTTPError as error:
             self.failures.append(type(error).__name__)
-            self.broken_on += [self.open_on] if self.open_on else []
-            return False
         finally:
             self.open_on = 0
+        self.broken_on += [pid] if pid else []
+        return False
 
-    def _read(self, reply: httpx.Response, tries: int) -> bool:
-        pid = served_by(reply)
+    def _read(self, reply: httpx.Response, pid: int, tries: int) -> bool:
         for line in reply.iter_lines():
             event = json.loads(line[6:]) if line.startswith("data: ") else {}
             if event.get("type") == "text":
@@ -330,8 +333,6 @@ class TalkingAgent:
                 turn = Acknowledged(event["turn_id"], pid, cached, event["reuse"], tries)
                 self.turns.append(turn)
                 return True
-        self.failures.append("the stream ended without its last event")
-        self.broken_on += [self.open_on] if self.open_on else []
         return False
 
 
