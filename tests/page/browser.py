@@ -230,14 +230,18 @@ class Page:
         self.await_true(f"!!({_FIND})({json.dumps(kind)}, {json.dumps(text)})")
 
     def place(self, kind: str, text: str = "") -> tuple[float, float]:
-        """Wait for an element, and say where its middle is."""
+        """Wait for an element until nothing moves it, and say where its middle is."""
         found = f"({_FIND})({json.dumps(kind)}, {json.dumps(text)})"
-        self.await_true(f"!!{found}")
-        box = self.look(
-            f"(() => {{ const found = {found}; found.scrollIntoView({{block: 'nearest'}}); "
-            "const box = found.getBoundingClientRect(); "
-            "return [box.left + box.width / 2, box.top + box.height / 2] })()"
+        measured = (
+            f"(() => {{ const found = {found}; found?.scrollIntoView({{block: 'nearest'}}); "
+            "const box = found?.getBoundingClientRect(); "
+            "return box && [box.left + box.width / 2, box.top + box.height / 2] })()"
         )
+        deadline = time.monotonic() + _PATIENCE_S
+        before, box = None, self.await_true(measured)
+        while box != before and time.monotonic() < deadline:
+            time.sleep(0.05)
+            before, box = box, self.await_true(measured)
         return box[0], box[1]
 
     def click(self, kind: str, text: str = "") -> None:
