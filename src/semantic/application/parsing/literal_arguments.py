@@ -15,6 +15,7 @@ from semantic.domain.sampling import num_undecided
 
 _IDENTIFIER = re.compile(r"[^\W\d]\w*")
 _PLAIN = re.compile(r"[^\"'\\\x00-\x1f]+")
+_NO_SPACE = re.compile(r"\S")
 _ESCAPES: Mapping[str, str] = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v",
     "\\": "\\", "'": "'", '"': '"', "\n": "",
@@ -106,11 +107,13 @@ class PythonArguments(JsonArguments):
 
     def _end_or_join(self, text: str, at: int) -> int:
         """End the string, or continue it with the next one: ``'a' "b"`` is ``'ab'``."""
-        begin = len(text) - len(text[at + len(self._quote) :].lstrip())
-        quote = self._quote_at(text, begin) if begin < len(text) else None
-        if quote is None:
+        following = _NO_SPACE.search(text, at + len(self._quote))
+        quote = self._quote_at(text, following.start()) if following else None
+        if following is None or quote is None:
             return 0
-        return begin - at + self._begin(quote, is_key=self._is_key) if quote else self._end_string()
+        if not quote:
+            return self._end_string()
+        return following.start() - at + self._begin(quote, is_key=self._is_key)
 
     def _read(self, content: str, size: int) -> int:
         self._content(self._lone_surrogate() + _in_json(content))

@@ -113,7 +113,7 @@ class MlxLoop:
         self.adopt(rows, sampled)
         return sampled
 
-    def sample_ahead(self, drafts: Sequence["VerifiedDraft"], count: int) -> list[LoopTokens]:
+    def sample_ahead(self, drafts: Sequence[VerifiedDraft], count: int) -> list[LoopTokens]:
         """Start the kernel after drafts that a step verifies; leaves the sequences as they are."""
         most = max(draft.start + 2 + len(draft.tokens) + count for draft in drafts)
         if 2 * len(drafts) > MAX_ROWS or not 0 < count <= MAX_STEPS or most > MAX_LENGTH:
