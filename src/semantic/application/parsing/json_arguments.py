@@ -94,20 +94,24 @@ class JsonArguments:
                 self.is_broken = is_final  # undecided, and no more text follows
                 break
             at += used
-        out, self._out = "".join(self._out), []
-        return at, out
+        return at, self._take()
 
     def close(self) -> str:
-        text = ""
+        text, self._out = "".join(self._out), []
         if self._want is _Want.START:
             text = "{"
             self._stack.append("}")
         elif self._want is _Want.STRING and not self._is_key:
-            text = self._lone_surrogate() + '"'
+            text += self._lone_surrogate() + '"'
         text += "".join(reversed(self._stack))
         self._stack.clear()
         self.is_done = True
         return text
+
+    def _take(self) -> str:
+        """Return the text that is decided, and forget it."""
+        out, self._out = "".join(self._out), []
+        return out
 
     def _is_over(self) -> bool:
         return self.is_done or self.is_broken

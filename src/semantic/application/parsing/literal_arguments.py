@@ -46,7 +46,10 @@ def python_scalar(word: str) -> str:
 
 
 class PythonArguments(JsonArguments):
-    """The `ArgumentParser` of keyword arguments with literals as values."""
+    """The `ArgumentParser` of keyword arguments with literals as values.
+
+    What follows a parenthesis is held back until a comma shows that it begins a tuple.
+    """
 
     opening = "()"
     brackets: Mapping[str, tuple[str, str]] = {**JsonArguments.brackets, "(": (")", "[]")}
@@ -55,10 +58,43 @@ class PythonArguments(JsonArguments):
     def __init__(self) -> None:
         super().__init__()
         self._is_raw = False
+        # By depth, where the "[" of a parenthesis is in `_out` that may not begin a tuple.
+        self._undecided: dict[int, int] = {}
 
     @property
     def _colon(self) -> str:
         return "=" if len(self._stack) == 1 else ":"
+
+    # -- parentheses ----------------------------------------------------------------------------
+
+    def _take(self) -> str:
+        end = min(self._undecided.values(), default=len(self._out))
+        taken = "".join(self._out[:end])
+        del self._out[:end]
+        self._undecided = {depth: place - end for depth, place in self._undecided.items()}
+        return taken
+
+    def _open(self, closer: str, brackets: str) -> int:
+        used = super()._open(closer, brackets)
+        if used and closer == ")" and len(self._stack) > 1:
+            self._undecided[len(self._stack)] = len(self._out) - 1
+        return used
+
+    def _next(self, char: str) -> int:
+        if char == ",":
+            self._undecided.pop(len(self._stack), None)
+        return super()._next(char)
+
+    def _shut(self, char: str) -> int:
+        place = self._undecided.get(len(self._stack)) if char == self._closers[-1] else None
+        if place is not None:
+            del self._undecided[len(self._stack)]
+            if place < len(self._out) - 1:  # one value, and no comma
+                self._out[place] = self._out[place][:-1]
+                self._stack[-1] = ""
+        return super()._shut(char)
+
+    # -- keys and scalars -----------------------------------------------------------------------
 
     def _bare_key(self, text: str, at: int) -> int:
         is_keyword = len(self._stack) == 1
