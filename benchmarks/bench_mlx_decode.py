@@ -28,7 +28,7 @@ from semantic.adapters.outbound.backends.mlx.cuda import tuning  # noqa: E402
 from semantic.adapters.outbound.backends.mlx.device_limits import (  # noqa: E402
     MemoryLimit,
     MemoryPlan,
-    device_total,
+    device_room,
 )
 from semantic.adapters.outbound.backends.mlx.loading import MlxModel, choose_device  # noqa: E402
 
@@ -182,7 +182,7 @@ def parse(lengths: str) -> list[int]:
 def make_backend(shape: str, packed: str = "") -> MlxBackend:
     """Make a backend as a model is loaded."""
     tuned = make_model(shape, packed)
-    tuning.tune(tuned.model)
+    tuning.tune(tuned.model, device_room(0).total)
     return MlxBackend(tuned)
 
 
@@ -192,7 +192,9 @@ def measure(report: Report) -> None:
     choose_device(options.device)
     loaded = make_model(options.shape)
     weight_bytes = loaded.num_bytes
-    counted = MemoryLimit(MemoryPlan(device_total(0), weight_bytes))  # beside the served models
+    counted = MemoryLimit(
+        MemoryPlan(device_room(0).total, weight_bytes)
+    )  # beside the served models
     itemsize = loaded.model.model.norm.weight.dtype.size
     token_bytes = loaded.spec.bytes_per_context(1, bits=8 * itemsize)
     speed = bandwidth(SHAPES[options.shape][-1])

@@ -16,6 +16,7 @@ import mlx.core as mx  # noqa: E402 - after the BLAS it is to use
 
 from semantic.adapters.outbound.backends.mlx.backend import MlxBackend  # noqa: E402
 from semantic.adapters.outbound.backends.mlx.cuda import tuning  # noqa: E402
+from semantic.adapters.outbound.backends.mlx.device_limits import device_room  # noqa: E402
 from semantic.adapters.outbound.backends.mlx.loading import MlxModel, choose_device  # noqa: E402
 from semantic.adapters.outbound.backends.mtp.mlx_head import HeadModules, MlxHead  # noqa: E402
 
@@ -48,7 +49,7 @@ def open_head(shape: str) -> Iterator[ModelBackendPort]:
     weights["projection.weight"] = mx.zeros((size, 2 * size))
     model.mtp = HeadModules(layer, weights, text.args.rms_norm_eps)
     model.update(utils.tree_map_with_path(random, model.parameters()))
-    tuning.tune(model)
+    tuning.tune(model, device_room(0).total)
     mx.eval(model.parameters())
     make_caches = partial(cache.make_prompt_cache, model)
     spec, head = ModelCacheSpec.from_config(config), MlxHead(model, model.mtp)

@@ -25,6 +25,7 @@ import mlx.core as mx  # noqa: E402 - after the BLAS it is to use
 from semantic.adapters.outbound.backends.mlx.backend import MlxBackend  # noqa: E402
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda  # noqa: E402
 from semantic.adapters.outbound.backends.mlx.cuda import tuning  # noqa: E402
+from semantic.adapters.outbound.backends.mlx.device_limits import device_room  # noqa: E402
 from semantic.adapters.outbound.backends.mlx.loading import MlxModel, choose_device  # noqa: E402
 
 # Hidden size, layers, inner size, heads, KV heads, vocabulary: the served model and its draft.
@@ -90,7 +91,7 @@ def open_pair(shape: str, agree: int) -> Iterator[Pair]:
     cache = runtime.import_library("mlx_lm.models.cache")
     backends = []
     for model, config in reversed(make_models(shape, agree)):  # the draft model first
-        tuning.tune(model)
+        tuning.tune(model, device_room(0).total)
         make_caches = partial(cache.make_prompt_cache, model)
         spec = ModelCacheSpec.from_config(config)
         memory = shared_memory(PINNED_BYTES) if cuda.is_in_use() else None

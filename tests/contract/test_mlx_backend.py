@@ -92,8 +92,28 @@ def test_a_small_device_limits_sequences_and_its_memory_is_accounted_for(
 
 
 def test_a_model_that_leaves_no_room_on_the_device_is_refused(mlx_model: GetModel) -> None:
-    with pytest.raises(InvalidRequestError, match="no room for"):
+    with pytest.raises(InvalidRequestError, match=r"no room for .*fewer bits"):
         small_device(mlx_model("llama"), 2**17)
+
+
+@pytest.mark.parametrize(
+    "reason,words",
+    [
+        ("cudaMallocAsync(&data) failed: out of memory", "too little free memory .* smaller model"),
+        ("an illegal memory access was encountered", "the GPU has failed. Restart"),
+    ],
+)
+def test_why_a_device_cannot_load_a_model_is_said(
+    mlx_model: GetModel, monkeypatch: pytest.MonkeyPatch, reason: str, words: str
+) -> None:
+    from semantic.adapters.outbound.backends.mlx.cuda import tuning
+
+    def fail(*_: Any) -> str:
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(tuning, "tune", fail)
+    with pytest.raises(InvalidRequestError, match=words):
+        make_mlx(mlx_model("llama"))
 
 
 # -- the same numbers ---------------------------------------------------------------------------

@@ -61,6 +61,18 @@ def test_it_answers_the_paris_question_and_stops_while_it_computes(
     assert (starter_home / "logs/server.log").is_file()
 
 
+def test_it_says_how_long_a_request_may_be_if_the_memory_is_small(
+    starter_home: Path, tmp_path: Path
+) -> None:
+    with serve_forked(starter_home, tmp_path / "log", memory_budget_mb=64) as server:
+        with server.client() as http:
+            (model,) = http.get("/v1/models").json()["data"]
+        usable = model["max_context"]
+        assert 1024 < usable < 8192
+        assert model["max_model_len"] == usable  # vLLM's name
+        server.await_line(f"may have {usable:,} of the model's 8,192 tokens")
+
+
 def ask_for_long(url: str) -> None:
     """Give it a prompt that takes it some seconds, and be cut off."""
     with contextlib.suppress(httpx.HTTPError), httpx.Client(trust_env=False) as http:

@@ -60,10 +60,21 @@ def announce(server: Server, http: uvicorn.Server, banner: str, failures: list[s
         how = f" ({current.compute.summary})" if current.compute else ""
         how += f", drafts by {current.draft_model}" if current.draft_model else ""
         note = f"  {STARTER_NOTE}\n" if server.model_id == STARTER_MODEL else ""
+        note += _context_note(server, current.max_context)
         _print(f"\n  ready: {server.model_id} after {elapsed:.1f} s{how}\n{note}\n")
     elif server.device.state is ModelState.FAILED:
         failures.append(f"the model could not be loaded: {server.device.detail}")
         http.should_exit = True
+
+
+def _context_note(server: Server, usable: int) -> str:
+    """Say how long a request may be, if the memory holds less than the model's context."""
+    model = server.device.model
+    own = model.backend.spec.max_context if model else 0
+    if usable >= own:
+        return ""
+    text = f"a prompt and its reply may have {usable:,} of the model's {own:,} tokens"
+    return f"  context    {text}: the memory for KV cache holds no more (memory_budget_mb)\n"
 
 
 def _print(text: str) -> None:

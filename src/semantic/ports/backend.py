@@ -247,6 +247,8 @@ class Traits:
             directions, so that a chunk must contain all of them or none.
         kv_room: Bytes of the device's memory for open sequences; None if only the memory budget
             limits them.
+        max_step_tokens: Prompt tokens of a step that the device's memory for activations holds;
+            None if that does not limit them.
     """
 
     pipeline_depth: Literal[0, 1]
@@ -258,6 +260,7 @@ class Traits:
     accepts_images: bool = False
     needs_whole_images: bool = False
     kv_room: int | None = None
+    max_step_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

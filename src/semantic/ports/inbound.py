@@ -245,8 +245,8 @@ class ModelStatus:
         id: The name requests use.
         backend: Name of the backend that runs it.
         detail: Human-readable loading step, or reason of a failure.
-        max_context: The model's context length in tokens; 0 until it is loaded.
-        usable_context: The part of it that fits this server's memory; 0 until it is loaded.
+        max_context: Tokens that a prompt and its reply may have: the model's context length, or the
+            part of it that fits this server's memory; 0 until the model is loaded.
         created_at: Start of the server, in seconds since the epoch.
         compute: How the model is computed; None until it is loaded.
         family: Its model type; empty if unknown.
@@ -267,7 +267,6 @@ class ModelStatus:
     family: str = ""
     num_bytes: int = 0
     fits: bool | None = None
-    usable_context: int = 0
     draft_model: str = ""
     draft_note: str = ""
     images: ImageSupport | None = None

@@ -90,6 +90,7 @@ class BlockPoolBatchEngine:
             window=backend.spec.window,
             has_state=backend.spec.num_state > 0,
             needs_whole_images=backend.traits.needs_whole_images,
+            max_step_tokens=backend.traits.max_step_tokens,
         )
         budget = self._scheduler.budget
         self._sharing = PrefixSharing(backend, store, self._memory.idle, budget, on_ready)

@@ -111,6 +111,7 @@ class ConcurrentScheduler:
         window: int = 0,
         has_state: bool = False,
         needs_whole_images: bool = False,
+        max_step_tokens: int | None = None,
     ) -> None:
         """Create a scheduler without requests.
 
@@ -121,9 +122,10 @@ class ConcurrentScheduler:
             has_state: Whether the model has recurrent state. Chunks then end at the jobs'
                 boundaries, since the state can be sealed only where a chunk ends.
             needs_whole_images: See `Traits`; a chunk is then longer than the budget if an image is.
+            max_step_tokens: See `Traits`.
         """
         self.limits = limits
-        self.budget = ChunkBudget()
+        self.budget = ChunkBudget(max_step_tokens)
         self.planner: DraftPlanner | None = None
         self._window = window
         self._has_state = has_state

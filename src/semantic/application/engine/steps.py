@@ -217,7 +217,9 @@ class ChunkBudget:
     SLOWEST_MS = 10_000.0  # limit of a step, even with FIRST tokens
     MAX_ALIGNED = 2048
 
-    def __init__(self) -> None:
+    def __init__(self, max_step_tokens: int | None = None) -> None:
+        """`max_step_tokens` is the device's; see `Traits`."""
+        self._max_step_tokens = max_step_tokens
         self._seen = _PrefillCost()
         self._decode_ms = 0.0
         self._trials_ms: list[float] = []
@@ -268,17 +270,17 @@ class ChunkBudget:
             # Breaks follow long steps, so streams gain nothing from chunks of mostly fixed cost.
             worthwhile_ms = self.FIXED_SHARE * self._seen.fixed_ms(start)
             target_ms = max(self.PATIENCE * self._decode_ms, min(worthwhile_ms, self.BESIDE_MS))
-        fitting = min(self.USUAL, limits.prefill_step_size) / 4
+        fitting = min(self.USUAL, self._most(limits)) / 4
         if self._ms_per_token:
             room_ms = target_ms - self._decode_ms
-            fitting = min(self._seen.longest(room_ms, start), limits.prefill_step_size)
+            fitting = min(self._seen.longest(room_ms, start), self._most(limits))
         return max(self._rounded(fitting), self.MIN_TOKENS)
 
     def tokens_alone(self, limits: EngineLimits, start: int = 0) -> int:
-        usual = min(self.USUAL, limits.prefill_step_size)
+        usual = min(self.USUAL, self._most(limits))
         if not self._ms_per_token:
             return min(self.FIRST, usual)
-        fitting = min(self._seen.longest(self.ALONE_MS, start), limits.prefill_step_size)
+        fitting = min(self._seen.longest(self.ALONE_MS, start), self._most(limits))
         ms_per_token = self._seen.of(PromptWork.of(start, usual)) / usual
         slowest = max(self._rounded(self.SLOWEST_MS / ms_per_token), self.MIN_TOKENS)
         least = max(self._rounded(self.LONGEST_MS / ms_per_token), self.FIRST)
@@ -288,8 +290,12 @@ class ChunkBudget:
         """Tokens of a step that no request waits for."""
         if not self._ms_per_token:
             return self.MIN_TOKENS
-        fitting = min(self._seen.longest(self.AHEAD_MS, start), limits.prefill_step_size)
+        fitting = min(self._seen.longest(self.AHEAD_MS, start), self._most(limits))
         return max(self._rounded(fitting), self.BLOCK)
+
+    def _most(self, limits: EngineLimits) -> int:
+        most = limits.prefill_step_size
+        return most if self._max_step_tokens is None else min(most, self._max_step_tokens)
 
     def expected_ms(self, work: PromptWork) -> float:
         return self._decode_ms + (self._seen.of(work) if work.num_tokens else 0.0)

@@ -132,19 +132,18 @@ class ModelRegistry:
         model = self._lifecycle.model
         if model is None or model.id != entry.id:
             model = None
-        max_context = model.backend.spec.max_context if model else 0
+        own_context = model.backend.spec.max_context if model else 0
         return ModelStatus(
             id=entry.id,
             backend=self._backend_name,
             state=state,
             detail=detail,
-            max_context=max_context,
+            max_context=min(own_context, self._lifecycle.longest_sequence),
             created_at=self._created_at,
             compute=model.backend.traits.compute if model else None,
             family=entry.family or (model.backend.spec.model_type if model else ""),
             num_bytes=entry.num_bytes,
             fits=entry.fits,
-            usable_context=min(max_context, self._lifecycle.longest_sequence) if model else 0,
             draft_model=model.drafts_by if model else "",
             draft_note=model.draft_note if model else "",
             images=ImageSupport.of(model.vision, has_ocr=self.has_ocr) if model else None,

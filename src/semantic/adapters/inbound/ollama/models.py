@@ -124,14 +124,14 @@ class OllamaModels:
             **self._named(status, self._models.facts(status.id)),
             "size_vram": status.num_bytes,
             "expires_at": timestamp(time.time() + (_FOREVER_S if left_s is None else left_s)),
-            "context_length": status.usable_context,
+            "context_length": status.max_context,
         }
         return {"models": [shown]}
 
     def show(self, name: str) -> ShownModel:
         status = self.find(name)
         facts = self._models.facts(status.id)
-        context = status.usable_context or facts.max_context
+        context = status.max_context or facts.max_context
         return {
             "modelfile": f"FROM {status.id}\n",
             "parameters": f"num_ctx {context}",
@@ -173,7 +173,7 @@ def _details(status: ModelStatus, facts: ModelFacts) -> _Details:
         "families": [family],
         "parameter_size": _shortened(facts.num_parameters),
         "quantization_level": facts.precision or "unknown",
-        "context_length": status.usable_context or facts.max_context,
+        "context_length": status.max_context or facts.max_context,
         "embedding_length": facts.hidden_size,
     }
 

@@ -6,6 +6,7 @@ sequences, in groups of similar length (see `mlx.groups` for the reasons). `laun
 step: tokens sampled on the device feed the next step before the host has read them.
 """
 
+import contextlib
 import logging
 import sys
 import threading
@@ -23,25 +24,32 @@ from semantic.adapters.outbound.backends.mlx import loading, payloads
 from semantic.adapters.outbound.backends.mlx.caches import UnsupportedCacheError, capacity_for
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda import kernels
+from semantic.adapters.outbound.backends.mlx.cuda.quantised.linear import largest_expanded
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import Transfer
 from semantic.adapters.outbound.backends.mlx.device_limits import (
     MemoryLimit,
     MemoryPlan,
-    device_total,
+    has_lost_device,
     is_out_of_memory,
     limit_device_memory,
+    recover_memory,
 )
 from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
 from semantic.adapters.outbound.backends.mlx.loading import MlxModel, MlxOptions
 from semantic.adapters.outbound.backends.mlx.loop.sequences import MlxLoop, VerifiedDraft, make_loop
-from semantic.adapters.outbound.backends.mlx.payloads import SnapshotTicket
+from semantic.adapters.outbound.backends.mlx.payloads import DevicePart, SnapshotTicket
 from semantic.adapters.outbound.backends.mlx.rows import PendingRow
 from semantic.adapters.outbound.backends.mlx.runner import MlxRunner
 from semantic.adapters.outbound.backends.mlx.sampling import LoopTokens
 from semantic.adapters.outbound.backends.mlx.vision.tower import lag
 from semantic.adapters.outbound.backends.mtp.state import head_bytes
 from semantic.adapters.outbound.backends.sampler import check_draw
-from semantic.domain.errors import BackendError, PoolExhaustedError, SemanticError
+from semantic.domain.errors import (
+    BackendError,
+    DeviceLostError,
+    PoolExhaustedError,
+    SemanticError,
+)
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
     Chunk,
@@ -100,9 +108,8 @@ class MlxBackend(DraftingBackend[MlxSequence]):
         held = [part for part in layout.parts if part.shapes]
         kept = next((part for part in held if part.kind is not LayerKind.STATE), held[0])
         dtype = str(kept.dtypes[0]).removeprefix("mlx.core.")
-        self._plan = MemoryPlan(
-            device_total(loaded.device_bytes), loaded.num_bytes, loaded.kv_bytes
-        )
+        sizes = loaded.num_bytes, loaded.kv_bytes, largest_expanded(loaded.model)
+        self._plan = MemoryPlan.of(loaded.room, *sizes)
         traits = Traits(
             1,
             f"mlx.v1.{dtype}{'.full' * loaded.is_expanded}{spec.layout_tag(loaded.spec)}",
@@ -114,6 +121,7 @@ class MlxBackend(DraftingBackend[MlxSequence]):
             accepts_images=loaded.tower is not None,
             needs_whole_images=loaded.tower is not None and loaded.tower.is_bidirectional,
             kv_room=self._plan.kv_room,
+            max_step_tokens=self._plan.step_tokens(loading.outputs_of_layer(loaded.model, spec)),
         )
         super().__init__(spec, traits, MlxSequence)
         self._device = mx.default_device()
@@ -142,7 +150,8 @@ class MlxBackend(DraftingBackend[MlxSequence]):
         sizes = f"{plan.total >> 20:,} MB of device memory, weights {plan.weights >> 20:,} MB"
         least = min(_LEAST_CONTEXT, spec.max_context)
         if room < self.bytes_for([least]):
-            raise loading.refusal(spec, f"{sizes}: no room for {least} tokens of KV cache")
+            reason = f"{sizes}: no room for {least} tokens of KV cache"
+            raise loading.refusal(spec, reason, loading.SMALLER)
         if room < self.bytes_for([spec.max_context]):
             _LOG.warning("%s: KV cache of running requests is limited to %d MB", sizes, room >> 20)
 
@@ -206,6 +215,20 @@ class MlxBackend(DraftingBackend[MlxSequence]):
         # Validate all payloads before changing anything.
         kinds = (by_kind.full, by_kind.window, (by_kind.state,) if by_kind.state else ())
         full, window, state = (payloads.read(layout, kind, end, self._transfer) for kind in kinds)
+        try:
+            self._put(sequence, end, full, window, state)
+        except DEVICE_ERRORS as error:
+            raise self._step_error(error) from error
+
+    def _put(
+        self,
+        sequence: MlxSequence,
+        end: int,
+        full: Sequence[DevicePart],
+        window: Sequence[DevicePart],
+        state: Sequence[DevicePart],
+    ) -> None:
+        layout = self._runner.layout
         sequence.checkpoint = None
         group = self._runner.groups.isolate(sequence, capacity_for(len(sequence.known)))
         if window or state:
@@ -246,7 +269,7 @@ class MlxBackend(DraftingBackend[MlxSequence]):
     def collect(self, ticket: Ticket) -> StepOutput:
         if not isinstance(ticket, MlxStepTicket):
             raise TypeError("not a step ticket of this backend")
-        self._num_running -= 1
+        self._num_running = max(0, self._num_running - 1)
         try:
             output = StepOutput(tuple(self._finish(row) for row in ticket.rows))
         except DEVICE_ERRORS as error:
@@ -349,7 +372,8 @@ class MlxBackend(DraftingBackend[MlxSequence]):
         if self._transfer is not None:
             self._transfer.finish()
         self._held.clear()
-        mx.synchronize()
+        with contextlib.suppress(RuntimeError):  # a device that has failed
+            mx.synchronize()
         host_memory.collect_and_trim()  # free reference cycles, which hold arrays
         mx.clear_cache()
         if threading.current_thread() is not threading.main_thread():
@@ -396,10 +420,17 @@ class MlxBackend(DraftingBackend[MlxSequence]):
 
     def _step_error(self, error: Exception) -> SemanticError:
         """Build the error of a step; after a failed allocation, release what MLX caches."""
-        if not is_out_of_memory(error):
-            return BackendError(f"device error: {error}")
-        mx.clear_cache()
-        return PoolExhaustedError(f"the device is out of memory: {error}", retry_after_s=5)
+        try:
+            if is_out_of_memory(error):
+                recover_memory()
+                self._held.clear()
+                self._num_running = 0
+                return PoolExhaustedError(f"the device is out of memory: {error}", retry_after_s=5)
+        except DEVICE_ERRORS as worse:
+            error = worse
+        if has_lost_device(error):
+            return DeviceLostError(f"the GPU has failed ({error}).")
+        return BackendError(f"device error: {error}")
 
     # -- lengths --------------------------------------------------------------------------------
 

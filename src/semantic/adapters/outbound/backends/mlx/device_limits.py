@@ -11,21 +11,55 @@ device until its arrays reach the limit, and each holds its results until it has
 for the whole budget, a prompt of 100,000 tokens took 45 GB where its KV cache has 14. The limit is
 one for the process: it counts the weights and sequences of all loaded models. Above it, MLX waits
 for the device before each operation.
+
+MLX's own limits are shares of the whole device. It raises an error if the device cannot give it
+what they allow, so both are set before a model is loaded, from what is free then.
 """
 
 import logging
+import os
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 
 _LOG = logging.getLogger(__name__)
-_OF_METAL = 16  # MLX caches at most one part in this many
-_RESERVED = 8  # one part in this many of the device is for activations, kernels and other programs
+_CACHED = 16  # on Metal, and while a model loads, MLX caches at most one part in this many
+_RESERVED = 8  # one part in this many of the device is for activations
+_LEAST_SPARE = 5 * 2**28  # on CUDA: a pass over 5,000 tokens of an 8B model takes most of it
+_SMALL = 32 * 2**30
+_OUTPUTS, _LEAST_STEP = 6, 256
+_ROUNDED = 16  # CUDA's pool rounds arrays up to 2 MB: about one part in this many of KV cache
+# MLX submits operations to a CUDA device in graphs, whose arrays all exist until one has run. On an
+# H200, and on consumer GPUs of the same generation as B200, a graph has up to 100 operations.
+_SMALL_GRAPHS = {"MLX_MAX_OPS_PER_BUFFER": "20", "MLX_MAX_MB_PER_BUFFER": "100"}
 _MARGIN = 10  # MLX may use one part in this many more than weights and KV cache
 _LEAST_MARGIN = 2**30
+_LOST = (
+    "illegal memory access",
+    "illegal instruction",
+    "misaligned address",
+    "unspecified launch failure",
+    "device-side assert",
+    "ecc error",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRoom:
+    """What there is for a model on the device before it is loaded, in bytes.
+
+    Attributes:
+        total: What the server may use; 0 if there is no limit, as on a CPU without a setting.
+        outside: What the driver and other programs have.
+    """
+
+    total: int = 0
+    outside: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +69,53 @@ class MemoryPlan:
     Attributes:
         total: What the server may use; 0 if there is no limit, as on a CPU without a setting.
         budget: Limit of the KV cache by the setting; 0 if there is none.
+        overhead: What loading added besides weights: kernels, and gaps in the driver's pool.
+        least_spare: See `spare`; 0 if it is not a CUDA device.
+        expanded: Size of the largest matrix that is dequantised for prompts.
     """
 
     total: int
     weights: int
     budget: int = 0
+    overhead: int = 0
+    least_spare: int = 0
+    expanded: int = 0
+
+    @classmethod
+    def of(cls, room: DeviceRoom, weights: int, budget: int, expanded: int = 0) -> Self:
+        """Divide what there was before the model was loaded; call it when it is loaded."""
+        if not room.total or not cuda.is_in_use():
+            return cls(room.total, weights, budget)
+        recover_memory()
+        overhead = max(0, _used_besides_arrays(mx.device_info()) - room.outside)
+        gaps = max(0, cuda.pool_bytes() - int(mx.get_active_memory()))
+        return cls(room.total, weights, budget, overhead + gaps, _LEAST_SPARE, expanded)
+
+    @property
+    def spare(self) -> int:
+        """Bytes for activations, and for memory that the driver's pool cannot use again at once."""
+        least = min(self.least_spare, self.total // 4)
+        return max(self.total // _RESERVED, least) + 2 * self.expanded
+
+    def step_tokens(self, layer_bytes: int) -> int | None:
+        """Prompt tokens of a step whose activations fit; None where that was never a limit.
+
+        MLX has up to two layers' operations submitted, and a copy or two of each output.
+
+        Args:
+            layer_bytes: Size of what a layer's matrices return for a token.
+        """
+        if not self.least_spare or self.total >= _SMALL:
+            return None
+        return max(_LEAST_STEP, self.spare // 2 // (_OUTPUTS * layer_bytes))
 
     @property
     def kv_room(self) -> int | None:
         """Bytes for open sequences; None without a limit. Negative if the weights do not fit."""
-        return self.total - self.total // _RESERVED - self.weights if self.total else None
+        if not self.total:
+            return None
+        room = self.total - self.overhead - self.spare - self.weights
+        return room - room // _ROUNDED if self.least_spare else room
 
     @property
     def needed(self) -> int:
@@ -54,36 +125,51 @@ class MemoryPlan:
 
     @property
     def margin(self) -> int:
-        """Bytes for activations and cached buffers."""
+        """Bytes for activations and cached buffers where the device has enough."""
         return max(self.needed // _MARGIN, _LEAST_MARGIN)
 
     @property
     def limit(self) -> int:
         """Bytes that arrays and cached buffers may take together."""
-        return min(self.total, self.needed + self.margin)
+        return self.limit_beside(0)
 
     def limit_beside(self, others: int) -> int:
         """Bytes that they may take beside other models with so many."""
-        return min(self.total, self.limit + others)
+        return min(self.total - self.overhead, self.needed + self.margin + others)
 
-    def limit_with(self, kv_bytes: int, overhead: int, others: int = 0) -> int:
+    def limit_with(self, kv_bytes: int, others: int = 0) -> int:
         """Bytes that they may take while open sequences have so much KV cache.
 
-        `overhead` is what the device uses besides MLX's arrays, `others` what other models have; at
-        least a quarter of the margin is left for activations.
+        `others` is what other models have. MLX exceeds its limit by the operations that it submits
+        together, and the driver's pool has gaps: most of what is spare is for these.
         """
-        least = self.needed + others + self.margin // 4
-        most = max(self.limit_beside(others) - overhead, least)
-        return min(most, self.weights + kv_bytes + others + self.margin)
+        held = self.weights + kv_bytes + others
+        most = min(
+            self.limit_beside(others) - self.overhead,
+            self.total - self.overhead - self.spare * 5 // 8,
+        )
+        return max(min(held + self.margin, most), held + self.spare // 4)
 
 
-def device_total(setting: int) -> int:
-    """Return the bytes of the default device that the server may use; 0 for a CPU by default."""
+def device_room(setting: int) -> DeviceRoom:
+    """Return what the server may use of the default device; no limit for a CPU by default."""
     if mx.default_device() != mx.Device(mx.gpu):
-        return setting
+        return DeviceRoom(setting)
     info = mx.device_info()
     total = int(info.get("max_recommended_working_set_size") or info.get("total_memory") or 0)
-    return min(setting, total) if setting and total else setting or total
+    outside = _used_besides_arrays(info)
+    total -= outside
+    return DeviceRoom(min(setting, total) if setting and total else setting or total, outside)
+
+
+def limit_while_loading(room: DeviceRoom) -> None:
+    """Keep MLX within a CUDA device's memory while weights are read, copied and joined."""
+    if cuda.is_in_use() and room.total:
+        if room.total < _SMALL:
+            for name, value in _SMALL_GRAPHS.items():
+                os.environ.setdefault(name, value)  # MLX reads it before its first operation
+        mx.set_cache_limit(0)  # so that joined weights take the place of others
+        mx.set_memory_limit(room.total - room.total // _RESERVED)
 
 
 def limit_device_memory(plan: MemoryPlan) -> None:
@@ -92,11 +178,11 @@ def limit_device_memory(plan: MemoryPlan) -> None:
         return
     mx.clear_cache()
     if working_set := int(mx.device_info().get("max_recommended_working_set_size") or 0):
-        mx.set_cache_limit(min(working_set, plan.limit) // _OF_METAL)
+        mx.set_cache_limit(min(working_set, plan.limit) // _CACHED)
         mx.set_memory_limit(plan.limit)
         _wire(working_set)
     elif plan.total:
-        mx.set_cache_limit(max(0, plan.limit - plan.needed))
+        mx.set_cache_limit(max(0, min(plan.limit - plan.needed, plan.total // _CACHED)))
         mx.set_memory_limit(plan.limit)
 
 
@@ -109,7 +195,6 @@ class MemoryLimit:
     def __init__(self, plan: MemoryPlan) -> None:
         self._plan = plan
         self._is_followed = bool(plan.total) and cuda.is_in_use()
-        self._overhead = _overhead() if self._is_followed else 0
         self._held = plan.weights
         if self._is_followed:
             _FOLLOWED.add(self)
@@ -118,11 +203,12 @@ class MemoryLimit:
         """Set the limit for open sequences with so much KV cache."""
         if not self._is_followed:
             return
-        self._held = self._plan.weights + kv_bytes
+        plan = self._plan
+        self._held = plan.weights + kv_bytes
         others = sum(limit._held for limit in [*_FOLLOWED] if limit is not self)
-        limit = self._plan.limit_with(kv_bytes, self._overhead, others)
+        limit = plan.limit_with(kv_bytes, others)
         mx.set_memory_limit(limit)  # also if it is the same: another model may have set it
-        if cuda.pool_bytes() > max(limit, self._plan.limit_beside(others) - self._overhead):
+        if cuda.pool_bytes() > max(limit, plan.limit_beside(others) - plan.overhead):
             cuda.trim_pool(limit)
 
     def release(self) -> None:
@@ -133,14 +219,32 @@ class MemoryLimit:
 _FOLLOWED: weakref.WeakSet[MemoryLimit] = weakref.WeakSet()  # of all loaded models
 
 
-def _overhead() -> int:
-    """Return what the device uses besides MLX's arrays: its driver's memory, kernels, plans."""
-    info = mx.device_info()
+def _used_besides_arrays(info: Mapping[str, Any]) -> int:
+    """Return what of the device is not MLX's arrays: the driver, kernels, plans, other programs."""
     if "free_memory" not in info:
         return 0
     used = int(info["total_memory"]) - int(info["free_memory"])
     arrays = int(mx.get_active_memory() + mx.get_cache_memory())
     return max(0, used - max(cuda.pool_bytes(), arrays))
+
+
+def recover_memory() -> None:
+    """After a failed allocation: wait for what was submitted, and free what MLX caches.
+
+    Operations that were submitted before the failure may use arrays that are about to be dropped.
+
+    Raises:
+        RuntimeError: the device has failed.
+    """
+    mx.synchronize()
+    mx.clear_cache()
+    cuda.trim_pool(0)
+
+
+def has_lost_device(error: BaseException) -> bool:
+    """Whether an error means that no operation on a CUDA device can succeed in this process."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in _LOST)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

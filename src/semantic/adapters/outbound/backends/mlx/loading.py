@@ -5,12 +5,13 @@ model's KV cache geometry.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,13 @@ from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda import kernels, prompts, tuning
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import Transfer
 from semantic.adapters.outbound.backends.mlx.cuda.weights import WeightReader
+from semantic.adapters.outbound.backends.mlx.device_limits import (
+    DeviceRoom,
+    device_room,
+    has_lost_device,
+    is_out_of_memory,
+    limit_while_loading,
+)
 from semantic.adapters.outbound.backends.mlx.runtime import import_library
 from semantic.adapters.outbound.backends.mlx.vision.loading import (
     library_options,
@@ -44,6 +52,8 @@ Device = Literal["auto", "cpu", "cuda"]
 # of a type exits if a package that it needs is missing.
 LIBRARY_ERRORS = (Exception, SystemExit)
 _CRASHES_ON_CPU = ("phi3small",)  # MLX's block-sparse product ends the process there
+_EXPERTS = 8  # that a token passes, usually
+SMALLER = "Use a smaller model, or one with fewer bits."
 _ADVICE = "Use --backend torch, another version of mlx-lm, or another model."
 
 
@@ -83,7 +93,8 @@ class MlxModel:
         is_expanded: Its weights were quantised in the file and have been expanded.
         memory: Pinned host memory for its KV cache, if any.
         tower: Computes features of images, if the model takes them; `inputs` gives it these.
-        device_bytes: See `MlxOptions`, like `kv_bytes`.
+        room: What there was for it on the device.
+        kv_bytes: See `MlxOptions`.
         head: Drafts tokens, if the model has one and it was asked for.
         slow: Why it runs slower than it could; empty if it does not.
     """
@@ -96,7 +107,7 @@ class MlxModel:
     memory: PinnedMemory | None = None
     tower: MlxTower | None = None
     inputs: LanguageInputs | None = None
-    device_bytes: int = 0
+    room: DeviceRoom = field(default_factory=functools.partial(device_room, 0))
     kv_bytes: int = 0
     head: MlxHead | None = None
     slow: str = ""
@@ -133,6 +144,8 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
     utils = import_library("mlx_lm.utils")
     if config.get("model_type") in _CRASHES_ON_CPU and _is_on_cpu():
         raise refusal(spec, "MLX cannot compute its sparse attention on a CPU")
+    room = device_room(options.device_bytes)
+    limit_while_loading(room)
     try:
         is_pinning = options.pinned_bytes and cuda.is_in_use() and kernels.can_compile()
         memory = shared_memory(options.pinned_bytes) if is_pinning else None
@@ -158,19 +171,20 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
         reason = _convert(model, options.dtype)
         mx.async_eval(model.parameters())
         seeing = _read_tower(directory, config, model) if options.group is None else None
-        layer = next((layer for layer in spec.layers if layer.kind is LayerKind.FULL), None)
-        if layer is not None and cuda.is_in_use():
-            prompts.plan(model, layer.num_kv_heads, layer.key_dim, spec.max_context)
-        slow = tuning.tune(model, options.device_bytes)
+        slow = tuning.tune(model, room.total)
         mx.eval(model.parameters())
         model.eval()
+        layer = next((layer for layer in spec.layers if layer.kind is LayerKind.FULL), None)
+        if layer is not None and cuda.is_in_use():
+            # Now, as joined weights would be put between the arrays of these plans.
+            prompts.plan(model, layer.num_kv_heads, layer.key_dim, spec.max_context)
         spec, make_caches = _agree(model, spec)
     except InvalidRequestError:
         raise
     except LIBRARY_ERRORS as error:
         raise library_refusal(spec, error, config.get("model_type")) from error
     tower, inputs = seeing or (None, None)
-    limits = options.device_bytes, options.kv_bytes
+    limits = room, options.kv_bytes
     head = MlxHead(model, model.mtp) if "mtp" in model else None
     return MlxModel(
         model, spec, make_caches, reason, is_expanded, memory, tower, inputs, *limits, head, slow
@@ -202,10 +216,10 @@ def _fast_reading(memory: PinnedMemory | None) -> contextlib.AbstractContextMana
     return WeightReader(memory, Transfer(memory)).in_use()
 
 
-def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:
+def refusal(spec: ModelCacheSpec, reason: str, advice: str = _ADVICE) -> InvalidRequestError:
     """Build the error for a model that this backend cannot run."""
     return InvalidRequestError(
-        f"the mlx backend cannot run {spec.model_type}: {reason}. {_ADVICE}", param="model"
+        f"the mlx backend cannot run {spec.model_type}: {reason}. {advice}", param="model"
     )
 
 
@@ -215,6 +229,8 @@ def library_refusal(
     """Build that error from what mlx-lm raised, whose own words go to the log."""
     text = str(error)
     _LOG.warning("mlx-lm on %s: %s: %s", spec.model_type, type(error).__name__, text)
+    if has_lost_device(error) or is_out_of_memory(error):
+        return device_refusal(spec, error)
     if "No Metal back-end" in text:
         return refusal(spec, "mlx-lm computes it with Metal, which only Apple's GPUs have")
     if isinstance(error, SystemExit):
@@ -229,6 +245,13 @@ def library_refusal(
     if isinstance(error, OSError):
         return refusal(spec, "its weights cannot be read")
     return refusal(spec, "mlx-lm cannot build or run it; the log has the details")
+
+
+def device_refusal(spec: ModelCacheSpec, error: BaseException) -> InvalidRequestError:
+    """Build that error for a device that has failed or is full."""
+    if has_lost_device(error):
+        return refusal(spec, "the GPU has failed", "Restart the server.")
+    return refusal(spec, "the device has too little free memory for it", SMALLER)
 
 
 def config_overrides(config: Mapping[str, Any], spec: ModelCacheSpec) -> dict[str, Any]:
@@ -301,6 +324,15 @@ def _sizes_by_dtype(model: Any) -> dict[Any, int]:
     for _, weight in flatten(model.parameters()):
         sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.nbytes
     return sizes
+
+
+def outputs_of_layer(model: Any, spec: ModelCacheSpec) -> int:
+    """Estimate the bytes that the matrices of a layer return for a token, in 16 bits."""
+    flatten = import_library("mlx.utils").tree_flatten
+    weights = [array for name, array in flatten(model.parameters()) if name.endswith("weight")]
+    rows = sum(w.shape[0] for w in weights if w.ndim == 2)
+    rows += sum(w.shape[1] * _EXPERTS for w in weights if w.ndim == 3)
+    return int(2 * rows) // max(1, len(spec.layers))
 
 
 def _applies_windows(model: Any) -> bool:

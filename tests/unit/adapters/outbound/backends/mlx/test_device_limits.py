@@ -8,6 +8,7 @@ mx = pytest.importorskip("mlx.core")
 from semantic.adapters.outbound.backends.mlx import device_limits  # noqa: E402 - needs MLX
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda  # noqa: E402
 from semantic.adapters.outbound.backends.mlx.device_limits import (  # noqa: E402
+    DeviceRoom,
     MemoryLimit,
     MemoryPlan,
 )
@@ -36,7 +37,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, int]]:
         monkeypatch.setattr(mx, "set_cache_limit", lambda nbytes: found.update(cache=nbytes))
         monkeypatch.setattr(mx, "set_memory_limit", lambda nbytes: found.update(limit=nbytes))
         monkeypatch.setattr(mx, "set_wired_limit", wire)
-        total = device_limits.device_total(0)
+        total = device_limits.device_room(0).total
         device_limits.limit_device_memory(MemoryPlan(total, weights=8 * GB, budget=4 * GB))
         return found
 
@@ -72,12 +73,24 @@ def test_a_plan_fits_the_device(total: int, room: float, limit: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "kv,overhead,expected", [(0, 1, 11), (2, 1, 13), (44, 1, 54), (44, 4, 51.25), (44, 9, 51.25)]
+    "kv,overhead,expected", [(0, 1, 11), (2, 1, 13), (44, 1, 54), (44, 4, 53.125)]
 )
 def test_the_limit_follows_the_open_sequences(kv: int, overhead: int, expected: float) -> None:
-    plan = MemoryPlan(100 * GB, weights=6 * GB, budget=44 * GB)
+    plan = MemoryPlan(100 * GB, weights=6 * GB, budget=44 * GB, overhead=overhead * GB)
     assert plan.limit == 55 * GB
-    assert plan.limit_with(kv * GB, overhead * GB) == expected * GB
+    assert plan.limit_with(kv * GB) == expected * GB
+
+
+@pytest.mark.parametrize("size,spare", [(4, 1.0), (8, 1.25), (12, 1.5), (24, 3.0)])
+def test_a_full_cuda_device_keeps_most_of_the_spare_memory_free(size: int, spare: float) -> None:
+    """MLX exceeds its limit by the operations it submits together."""
+    plan = MemoryPlan(size * GB, GB, 64 * GB, overhead=GB // 2, least_spare=5 * GB // 4)
+    assert plan.spare == spare * GB
+    room = plan.kv_room
+    assert room == (size - 0.5 - spare - 1) * GB * 15 / 16
+    assert plan.step_tokens(100_000) == max(256, plan.spare // 2 // 600_000)
+    assert plan.limit_with(room) <= plan.total - plan.overhead - plan.spare * 5 // 8
+    assert plan.limit_with(0) <= 2 * GB + plan.spare
 
 
 def test_on_cuda_mlx_is_told_the_limit_and_freed_memory_goes_back(
@@ -92,13 +105,17 @@ def test_on_cuda_mlx_is_told_the_limit_and_freed_memory_goes_back(
     monkeypatch.setattr(cuda, "trim_pool", lambda size: told.append(("trim", size)))
     monkeypatch.setattr(mx, "device_info", lambda: info)
     monkeypatch.setattr(mx, "set_memory_limit", lambda size: told.append(("limit", size)))
-    limit = MemoryLimit(MemoryPlan(24 * GB, weights=6 * GB, budget=4 * GB))
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 6 * GB)
+    monkeypatch.setattr(device_limits, "recover_memory", lambda: None)
+    plan = MemoryPlan.of(DeviceRoom(24 * GB), weights=6 * GB, budget=4 * GB)
+    assert plan.overhead == (1 + 1) * GB  # the driver's, and what its pool has too much
+    limit = MemoryLimit(plan)
     for kv in (0, 1, 3):
         limit.follow(kv * GB)
-    assert told == [("limit", size * GB) for size in (7, 8, 10)]
+    assert told == [("limit", size * GB) for size in (7, 8, 9.75)]
     pool = 11 * GB
     limit.follow(3 * GB)
-    assert told[3:] == [("limit", 10 * GB), ("trim", 10 * GB)]
+    assert told[3:] == [("limit", 9.75 * GB), ("trim", 9.75 * GB)]
     limit.release()
 
 
@@ -132,10 +149,30 @@ def test_weights_that_do_not_fit_leave_no_room() -> None:
 
 def test_a_setting_makes_a_device_smaller_and_never_larger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
-    assert [device_limits.device_total(n) for n in (0, 2 * GB)] == [0, 2 * GB]
+    assert [device_limits.device_room(n).total for n in (0, 2 * GB)] == [0, 2 * GB]
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(mx, "device_info", lambda: NVIDIA)
-    assert [device_limits.device_total(n * GB) for n in (0, 8, 80)] == [24 * GB, 8 * GB, 24 * GB]
+    rooms = [device_limits.device_room(n * GB) for n in (0, 8, 80)]
+    assert rooms == [DeviceRoom(24 * GB), DeviceRoom(8 * GB), DeviceRoom(24 * GB)]
+
+
+def test_memory_of_other_programs_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, int] = {}
+    monkeypatch.setattr(cuda, "is_in_use", lambda: True)
+    monkeypatch.setattr(cuda, "pool_bytes", lambda: 2 * GB)  # the server's own
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx, "device_info", lambda: NVIDIA | {"free_memory": 14 * GB})
+    monkeypatch.setattr(mx, "set_cache_limit", lambda nbytes: told.update(cache=nbytes))
+    monkeypatch.setattr(mx, "set_memory_limit", lambda nbytes: told.update(limit=nbytes))
+    room = device_limits.device_room(0)
+    assert room == DeviceRoom(16 * GB, outside=8 * GB)
+    assert device_limits.device_room(8 * GB).total == 8 * GB
+    device_limits.limit_while_loading(room)
+    assert told == {"cache": 0, "limit": 14 * GB}
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 2 * GB)
+    monkeypatch.setattr(device_limits, "recover_memory", lambda: None)
+    plan = MemoryPlan.of(room, weights=6 * GB, budget=4 * GB)
+    assert plan.overhead == 0  # theirs is not counted twice
 
 
 @pytest.mark.parametrize(
@@ -149,6 +186,18 @@ def test_a_setting_makes_a_device_smaller_and_never_larger(monkeypatch: pytest.M
 )
 def test_failed_allocations_are_recognised(error: Exception, expected: bool) -> None:
     assert device_limits.is_out_of_memory(error) == expected
+
+
+@pytest.mark.parametrize(
+    "error,expected",
+    [
+        (RuntimeError("cudaMallocManaged(&data) failed: an illegal memory access was made"), True),
+        (RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory"), False),
+        (ValueError("unspecified launch failure"), False),
+    ],
+)
+def test_a_lost_device_is_recognised(error: Exception, expected: bool) -> None:
+    assert device_limits.has_lost_device(error) == expected
 
 
 def test_a_cpu_has_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,6 @@ from semantic.adapters.outbound.backends.mlx.cuda.quantised.linear import Quanti
 from semantic.adapters.outbound.backends.mlx.cuda.quantised.widening import widen
 from semantic.adapters.outbound.backends.mlx.cuda.rope import HeadNorms
 from semantic.adapters.outbound.backends.mlx.decode import AttentionView
-from semantic.adapters.outbound.backends.mlx.device_limits import device_total
 from semantic.adapters.outbound.backends.mlx.runtime import import_library
 
 _LOG = logging.getLogger(__name__)
@@ -42,11 +41,11 @@ _Matrix: TypeAlias = Array | QuantisedMatrix
 _FAR = 12_345  # a position at which different RoPE modules give different angles
 
 
-def tune(model: Any, device_bytes: int = 0) -> str:
+def tune(model: Any, device_bytes: int) -> str:
     """On CUDA, join linears and install the custom kernels, where measurements favour them.
 
     Args:
-        device_bytes: Limit of the device's memory; 0 is all of it.
+        device_bytes: What the server may use of the device's memory.
 
     Returns:
         Why the model runs slower than it could; empty if it does not.
@@ -54,7 +53,7 @@ def tune(model: Any, device_bytes: int = 0) -> str:
     if cuda.is_in_use():
         cuda_quantised.expand_narrow(model)
     if cuda.is_available():
-        widen(model, device_total(device_bytes))
+        widen(model, device_bytes)
     if cuda.is_in_use():
         cuda_linear.mend_experts(model)
         cuda_recurrent.use_custom_recurrence()
@@ -62,7 +61,7 @@ def tune(model: Any, device_bytes: int = 0) -> str:
     if cuda.is_available():
         wrong = cuda_quantised.find_wrong_formats(model)
         cuda_linear.use_custom_linears(model)
-        cuda_quantised.use_custom_linears(model, wrong, device_total(device_bytes))
+        cuda_quantised.use_custom_linears(model, wrong, device_bytes)
         use_custom_layers(model, wrong)
         if wrong:
             formats = ", ".join(sorted(map(str, wrong)))

@@ -176,7 +176,7 @@ def test_the_capability_decides_between_custom_layers_and_those_of_the_library(
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     given = mx.random.normal((3, 1, 8), key=mx.random.key(1))
     expected = model(given)
-    tuning.tune(model)
+    tuning.tune(model, 0)
     is_custom = type(model.layers[0]) is not nn.Linear
     assert is_custom == (capability >= (8, 0) and can_compile) == device.is_available()
     assert mx.array_equal(model(given), expected)  # in float32 both use the library's code

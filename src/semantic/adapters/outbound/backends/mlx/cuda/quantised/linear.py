@@ -258,6 +258,12 @@ def use_custom_linears(model: Any, wrong: Collection[Format] = (), device_bytes:
             module.is_expanded = 2 * math.prod(matrix.shape) <= device_bytes // _ROOM
 
 
+def largest_expanded(model: Any) -> int:
+    """Return the size of the largest matrix that is dequantised to multiply many rows."""
+    matrices = (QuantisedMatrix.of(m) for m in model.modules() if getattr(m, "is_expanded", False))
+    return max((2 * math.prod(matrix.shape) for matrix in matrices), default=0)
+
+
 @functools.cache
 def _custom_kinds() -> dict[type, type]:
     nn = import_library("mlx.nn")
