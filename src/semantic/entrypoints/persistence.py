@@ -103,9 +103,7 @@ class AgentMemory:
         self._is_index_lost = state.is_index_lost
         if directory is not None:
             self._files = SafetensorsCache(directory, self.codec, cipher)
-            # Listing the directories of a million files may take longer than all else.
-            known = self._files.origins(None if state.is_index_lost else state.parts)
-            self._formats = StoredFormats(known)
+            self._formats = _formats_of(self._files, state)
             self.disk = self._make_disk(self._files)
         write = self.disk.change if self.disk else write_at_once(self.ledger)
         self._shared_blocks: SharedBlocksPort | None = None
@@ -346,3 +344,14 @@ class AgentMemory:
     def _unlock(self, *, is_refused: bool = False) -> None:
         if self._lock is not None:
             self._lock.close(is_refused=is_refused)
+
+
+def _formats_of(files: SafetensorsCache, state: LedgerState) -> StoredFormats:
+    """Find the formats of the stored blocks; an index that is whole also tells the files' bytes.
+
+    Listing the directories of a million files may take longer than all else.
+    """
+    if state.is_index_lost:
+        return StoredFormats(files.origins())
+    files.expect(sum([part.nbytes for part in state.parts]))
+    return StoredFormats(files.origins(state.parts))

@@ -78,7 +78,16 @@ class BlockFilesPort(Protocol):
         """
 
     def used_bytes(self) -> int:
-        """Return the size of the directory, with other models' files, quarantine and the ledger."""
+        """Return the size of the directory, with other models' files, quarantine and the ledger.
+
+        As the index tells it, until all files were counted.
+        """
+
+    def count(self, pause: Callable[[], bool]) -> None:
+        """Count the bytes of all files, while they may change.
+
+        Calls `pause` after each directory, and ends without a result if it returns True.
+        """
 
     def other_bytes(self) -> int:
         """Return the part of `used_bytes` taken by the ledger and its backup."""

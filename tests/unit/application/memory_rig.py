@@ -129,6 +129,9 @@ class MemoryFiles:
     def other_bytes(self) -> int:
         return self.other
 
+    def count(self, pause: Callable[[], bool]) -> None:
+        """Do nothing: `used_bytes` always counts."""
+
     def used_bytes(self) -> int:
         files = list(self.files.values())
         return self.other + self.quarantined + sum(part.nbytes for part, _ in files)

@@ -1,11 +1,11 @@
 """The KV cache for operators: statistics, and operations on demand."""
 
 import contextlib
-import functools
 import threading
 import time
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.running_turns import RunningTurn, TurnWatch
 from semantic.application.agents.upkeep import Upkeep
 from semantic.application.cache.index import BlockNode
+from semantic.application.cache.pace import Pace
 from semantic.application.cache.restore_plan import tier_of
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.watch import BlockPage
@@ -32,7 +33,8 @@ _CLOSE_TIMEOUT_S = 5.0
 _SHARING_COST = 50
 _QUICK_S = 0.05
 _MAX_AGE_S = 30.0  # until then, an older result is returned while the next one is computed
-_BATCH, _PAUSE_S = 16, 0.01  # agents between two pauses in the background
+_BATCH = 16  # agents whose places are read together
+_BACKGROUND_SHARE = 0.04  # of a core, to compute it in the background
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +107,8 @@ class RecentSharing:
     for one that would be older than `_MAX_AGE_S`. Thread-safe.
     """
 
-    def __init__(self, read: Callable[[Callable[[], None]], Sharing]) -> None:
-        """`read` calls its argument regularly, which may pause."""
+    def __init__(self, read: Callable[[Callable[[], object]], Sharing]) -> None:
+        """`read` calls its argument after each piece of work, which may pause."""
         self._read = read
         self._reading = threading.Lock()
         self._is_awaited = threading.Event()  # ends the pauses of a computation
@@ -123,15 +125,18 @@ class RecentSharing:
                 threading.Thread(target=work, name="semantic-sharing", daemon=True).start()
             return self._latest
         self._is_awaited.set()
-        return self.refresh(0.0)
+        return self.refresh(1.0)
 
-    def refresh(self, pause_s: float) -> Sharing:
-        """Compute it, unless another thread has done so meanwhile; waits for that thread."""
+    def refresh(self, share: float) -> Sharing:
+        """Compute it, unless another thread has done so meanwhile; waits for that thread.
+
+        Takes a share of a core until a request waits for the result.
+        """
         with self._reading:
             self._is_awaited.clear()
             if time.monotonic() >= self._due:
                 started = time.thread_time()
-                latest = self._read(functools.partial(self._pause, pause_s))
+                latest = self._read(Pace(self._is_awaited.wait, share))
                 elapsed, now = time.thread_time() - started, time.monotonic()
                 is_quick = elapsed < _QUICK_S
                 self._latest = latest
@@ -141,20 +146,21 @@ class RecentSharing:
 
     def _refresh_later(self) -> None:
         with contextlib.suppress(SemanticError):  # a request reports it once the result is too old
-            self.refresh(_PAUSE_S)
-
-    def _pause(self, seconds: float) -> None:
-        if seconds:
-            self._is_awaited.wait(seconds)
+            self.refresh(_BACKGROUND_SHARE)
 
 
 class _Reach:
-    """Walks back from the heads of agents, visiting a shared block only once."""
+    """Walks back from the heads of agents, visiting a shared block only once.
 
-    def __init__(self, nodes: Iterable[BlockNode]) -> None:
+    What it has passed is in arrays: garbage collection would scan a million tuples for 0.5 s.
+    """
+
+    def __init__(self, get: Callable[[BlockName], BlockNode | None]) -> None:
         self.num_bytes = 0
-        self._nodes = {node.name: node for node in nodes}
-        self._passed: dict[BlockName, tuple[BlockNode | None, int]] = {}
+        self._get = get
+        self._passed: dict[BlockName, int] = {}  # where a block is in the next two
+        self._nbytes, self._first_places = array("q"), array("q")
+        self._firsts: list[BlockNode] = []
 
     def back_from(self, name: BlockName) -> tuple[BlockNode | None, int]:
         """Return the earliest block that connects to `name` without a gap, and the bytes between.
@@ -162,16 +168,25 @@ class _Reach:
         The bytes include both ends. Without any such block, returns (None, 0).
         """
         way: list[BlockNode] = []
-        while name not in self._passed and (node := self._nodes.get(name)) is not None:
+        while name not in self._passed and (node := self._get(name)) is not None:
             way.append(node)
             name = node.parent
-        first, nbytes = self._passed.get(name, (None, 0))
+        place = self._passed.get(name)
+        if place is not None:
+            nbytes, first_place = self._nbytes[place], self._first_places[place]
+        elif way:
+            nbytes, first_place = 0, len(self._firsts)
+            self._firsts.append(way[-1])
+        else:
+            return None, 0
         for node in reversed(way):
-            first, own = first or node, max(node.memory_bytes, node.disk_bytes)
+            own = max(node.memory_bytes, node.disk_bytes)
             nbytes += own
             self.num_bytes += own
-            self._passed[node.name] = first, nbytes
-        return first, nbytes
+            self._passed[node.name] = len(self._nbytes)
+            self._nbytes.append(nbytes)
+            self._first_places.append(first_place)
+        return self._firsts[first_place], nbytes
 
 
 class CacheService:
@@ -289,19 +304,18 @@ class CacheService:
 
     def count_sharing(self) -> None:
         """Count what `sharing` returns beforehand; pauses often, to leave requests the CPU."""
-        self._sharing.refresh(_PAUSE_S)
+        self._sharing.refresh(_BACKGROUND_SHARE)
 
-    def _read_sharing(self, pause: Callable[[], None]) -> Sharing:
+    def _read_sharing(self, pause: Callable[[], object]) -> Sharing:
         cache = self._cache()
-        nodes = cache.store.nodes()
-        files = [part.nbytes for node in nodes for part in tuple(node.files.values())]
-        reach = _Reach(nodes)
+        num_files, disk_bytes = cache.store.files_on_disk()
+        reach = _Reach(cache.store.get)
         logical, tiers = 0, Counter(dict.fromkeys(Tier, 0))
         agents = self._agents.recent()
         for start in range(0, len(agents), _BATCH):
-            pause()
             some = agents[start : start + _BATCH]
             for agent, place in zip(some, self._agents.places(some), strict=True):
+                pause()
                 pointer = place.pointer
                 first, nbytes = reach.back_from(pointer.block) if pointer else (None, 0)
                 logical += nbytes
@@ -311,7 +325,7 @@ class CacheService:
                     tiers[tier_of(first)] += 1
                 else:  # the last blocks were evicted: find the remaining prefix by its tokens
                     tiers[cache.upkeep.footprint(agent).tier] += 1
-        return Sharing(logical, reach.num_bytes, dict(tiers), len(files), sum(files))
+        return Sharing(logical, reach.num_bytes, dict(tiers), num_files, disk_bytes)
 
     def running(self, principal: Principal) -> list[RunningTurn]:
         return self._watch.running(principal.tenant)

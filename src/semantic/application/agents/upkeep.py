@@ -4,6 +4,7 @@ It works on blocks and ledger rows only; it computes no KV cache and does not bl
 """
 
 import functools
+import gc
 import logging
 import math
 import threading
@@ -15,6 +16,7 @@ from typing import TypeAlias, TypeVar
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.cache.collector import BlockCollector
 from semantic.application.cache.formats import StoredFormats
+from semantic.application.cache.pace import Pace
 from semantic.application.cache.restore_plan import WantedPart, state_of
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskTier
@@ -34,10 +36,10 @@ _log = logging.getLogger(__name__)
 _RESUMABLE_TURNS = 2
 _NUM_WARM, _NUM_REOPENED = 64, 16  # agents whose KV cache is read, and restored, at start
 _WARM_SHARE = 0.25
-# While requests run, the comparison of files with the index pauses after so many files, which take
-# 0.25 ms. It takes a tenth of a core then, and 12 minutes for a million files.
-_SCAN_FILES, _SCAN_PAUSE_S = 2, 0.0025
-_LISTED_NODES = 256  # that many nodes of the index are listed between two pauses
+# Share of a core for the comparison of files with the index, while requests run: for a million
+# files it takes 20 minutes.
+_SCAN_SHARE = 0.1
+_MANY = 100_000
 _LATE_ROUNDS = 5  # a backup older than this many intervals is reported as late
 _MAX_TOLD = 3
 
@@ -244,7 +246,7 @@ class Upkeep:
         self._interval_s, self._backed_up_at = interval_s, self._now()
         self._threads = [_begin("semantic-upkeep", functools.partial(self._run, interval_s))]
         if not is_index_lost:
-            scan = functools.partial(self.reconcile, _SCAN_PAUSE_S)
+            scan = functools.partial(self.reconcile, _SCAN_SHARE)
             work = functools.partial(self._guarded, "reading the index", scan)
             self._threads.append(_begin("semantic-scan", work))
 
@@ -277,23 +279,26 @@ class Upkeep:
         for agent, root, tokens in latest:
             self.reopen(agent, root, tokens)
 
-    def reconcile(self, pause_s: float = 0.0) -> None:
+    def reconcile(self, share: float = 1.0) -> None:
         """Make the index match the files; a crash may have updated only one of them.
 
         Args:
-            pause_s: Pause after every few files, so that the scan does not starve request threads
-                of the interpreter lock.
+            share: Of a core's time, so that the scan does not starve request threads of the
+                interpreter lock.
         """
         if self._files is None or self._disk is None:
             return
+        pace = Pace(self._is_stopping.wait, share)
+        self._files.count(pace)
         # By kind and name of the node: a million keys of both would occupy the garbage collector.
         missing: dict[LayerKind, dict[BlockName, BlockPart]] = {kind: {} for kind in LayerKind}
-        for node in self._paced(self._store.nodes(), _LISTED_NODES, pause_s):
+        for node in _paced(self._store.nodes(), pace):
             for kind, part in tuple(node.files.items()):
                 missing[kind][node.name] = part
-        files = self._paced(self._files.scan(), _SCAN_FILES, pause_s)
+        if sum(map(len, missing.values())) >= _MANY:
+            gc.freeze()  # scanning them would halt all turns for 0.5 s, again and again
         new = []
-        for part in files:
+        for part in _paced(self._files.scan(), pace):
             known = missing[part.kind].pop(part.name, None)
             if known is None or not known.is_same_block(part):
                 new.append(part)
@@ -301,13 +306,6 @@ class Upkeep:
             return  # the next start runs it again
         unknown = self._store.reconcile(new, [f for kind in missing.values() for f in kind.items()])
         self._disk.change(*(PutPart(part) for part in unknown), MarkIndexWhole())
-
-    def _paced(self, items: Iterable[_T], num_items: int, pause_s: float) -> Iterator[_T]:
-        """Yield items, with a pause after every `num_items`; ends early when the server stops."""
-        for count, item in enumerate(items, 1):
-            yield item
-            if count % num_items == 0 and self._is_stopping.wait(pause_s):
-                return
 
     def tick(self) -> None:
         """Run the periodic tasks: expiry, pins, retried writes, usage times, ledger backup.
@@ -434,3 +432,11 @@ def _begin(name: str, work: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def _paced(items: Iterable[_T], pace: Pace) -> Iterator[_T]:
+    """Yield items, with pauses; ends early when the server stops."""
+    for item in items:
+        yield item
+        if pace():
+            return

@@ -169,10 +169,11 @@ class BlockIndex:
 
     Attributes:
         version: Grows when a node, file or payload is added or removed.
+        num_files: Files of all nodes.
     """
 
     def __init__(self) -> None:
-        self.version = 0
+        self.version = self.num_files = 0
         # Least recently used first; within a chain, the end before the beginning.
         self._nodes: OrderedDict[BlockName, BlockNode] = OrderedDict()
         self._followers: dict[BlockName, _Siblings] = {}
@@ -224,6 +225,10 @@ class BlockIndex:
     def disk_bytes(self, root: BlockName) -> int:
         return self._disk_bytes[root]
 
+    @property
+    def all_disk_bytes(self) -> int:
+        return self._disk_bytes.total()
+
     def has_file(self, part: BlockPart) -> bool:
         """Whether a part's file is known, by a row that is not damaged."""
         node = self._nodes.get(part.name)
@@ -244,6 +249,7 @@ class BlockIndex:
         if part.kind in node.files:
             self.pop_file(node, part.kind)
         node.files[part.kind] = part
+        self.num_files += 1
         self.version += 1
         self.note_change(node.name)
         self._disk_bytes[node.root] += part.nbytes
@@ -251,6 +257,7 @@ class BlockIndex:
     def pop_file(self, node: BlockNode, kind: LayerKind) -> BlockPart | None:
         part = node.files.pop(kind, None)
         if part is not None:
+            self.num_files -= 1
             self.version += 1
             self.note_change(node.name)
             self._disk_bytes[node.root] -= part.nbytes
@@ -418,6 +425,8 @@ class BlockIndex:
                 raise AssertionError("a node is not listed under its parent")
         if any(counted[root] != nbytes for root, nbytes in self._disk_bytes.items()):
             raise AssertionError("bytes on disk do not add up")
+        if sum(len(node.files) for node in self) != self.num_files:
+            raise AssertionError("the number of files is wrong")
         if sum(len(siblings.by_tokens) for siblings in self._followers.values()) != len(self):
             raise AssertionError("a removed node is still listed under its parent")
 

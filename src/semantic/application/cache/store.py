@@ -341,6 +341,11 @@ class AgentCacheStore:
     def disk_bytes(self, root: BlockName) -> int:
         return self._index.disk_bytes(root)
 
+    def files_on_disk(self) -> tuple[int, int]:
+        """Return the number of all blocks' files, and their bytes."""
+        with self._lock:
+            return self._index.num_files, self._index.all_disk_bytes
+
     def used_files(self, since: float) -> list[PartKey]:
         with self._lock:
             used = (node for node in self._index if node.last_used >= since)

@@ -36,6 +36,7 @@ from semantic.adapters.outbound.blocks.listing import (
     TEMPORARY,
     Shard,
 )
+from semantic.adapters.outbound.blocks.usage import UsedSpace, tree_size
 from semantic.adapters.outbound.cipher import Cipher
 from semantic.adapters.outbound.ledger.files import sync
 from semantic.domain.blocks import BlockName, BlockOrigin, BlockPart
@@ -68,11 +69,15 @@ class FilePath:
         return cls(part.root.hex()[:16], name[:2], f"{name}.{part.kind.value}{SUFFIX}")
 
     @property
+    def directory(self) -> str:
+        return f"{self.root}/{self.shard}"
+
+    @property
     def is_temporary(self) -> bool:
         return self.name.endswith(TEMPORARY)
 
     def __str__(self) -> str:
-        return f"{BLOCKS}/{self.root}/{self.shard}/{self.name}"
+        return f"{BLOCKS}/{self.directory}/{self.name}"
 
 
 class BlockTree:
@@ -132,30 +137,6 @@ def size_of(name: str, directory: int) -> int:
         return 0
 
 
-def tree_size(directory: Path, skip: str | tuple[str, ...]) -> int:
-    """Bytes of all files below a directory, except names that start with (one of) `skip`.
-
-    Ignores files that vanish during the walk.
-    """
-    total = 0
-    try:
-        with os.scandir(directory) as entries:
-            listed = list(entries)
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
-    for entry in listed:
-        if entry.name.startswith(skip):
-            continue
-        try:
-            if entry.is_dir(follow_symlinks=False):
-                total += tree_size(directory / entry.name, skip)
-            else:
-                total += entry.stat(follow_symlinks=False).st_size
-        except FileNotFoundError:
-            continue
-    return total
-
-
 def _open_below(parent: int, name: str, *, is_made: bool, is_synced: bool) -> int:
     flags = _OPEN_DIRECTORY | os.O_NOFOLLOW
     try:
@@ -192,9 +173,9 @@ class SafetensorsCache:
         self._cipher = cipher
         self.fingerprint_of: Callable[[BlockName], str] = lambda _: ""
         self._lock = threading.Lock()
-        self._used: int | None = None  # bytes of blocks and quarantine, counted once
         # Marks this process's temporary files, unlike leftovers of a crash.
         self._token = secrets.token_hex(8)
+        self._used = UsedSpace(directory, self._token)
         self._numbers = itertools.count()
 
     def write(self, part: BlockPart, payload: KVPayload, *, is_synced: bool) -> BlockPart:
@@ -207,7 +188,7 @@ class SafetensorsCache:
             _as_domain_error("cannot write a block"),
             self._tree.shard(path, is_made=True, is_synced=is_synced) as directory,
         ):
-            num_bytes = self._write(path.name, directory, pieces, is_synced=is_synced)
+            num_bytes = self._write(path, directory, pieces, is_synced=is_synced)
         return replace(part, nbytes=num_bytes)
 
     def read(self, part: BlockPart) -> KVPayload:
@@ -238,7 +219,7 @@ class SafetensorsCache:
             contextlib.suppress(FileNotFoundError),
             self._tree.shard(path) as directory,
         ):
-            self._remove(path.name, directory)
+            self._remove(path, directory)
 
     def quarantine(self, part: BlockPart) -> None:
         path = FilePath.of(part)
@@ -252,8 +233,7 @@ class SafetensorsCache:
     def empty_quarantine(self, *, before: float) -> int:
         with self._lock:
             freed = self._tree.empty_quarantine(before)
-            if self._used is not None:
-                self._used -= freed
+            self._used.empty_quarantine(freed)
         return freed
 
     def origins(self, parts: Sequence[BlockPart] | None = None) -> list[BlockOrigin]:
@@ -297,11 +277,24 @@ class SafetensorsCache:
 
     def used_bytes(self) -> int:
         with self._lock:
-            if self._used is None:
-                blocks = tree_size(self._directory / BLOCKS, skip=self._token)
-                self._used = blocks + tree_size(self._directory / QUARANTINE, skip=())
-            blocks = self._used
+            blocks = self._used.total
         return blocks + self.other_bytes()
+
+    def expect(self, num_bytes: int) -> None:
+        """Take over the bytes of all blocks from the index, until `count` has counted them."""
+        with self._lock:
+            self._used.expect(num_bytes)
+
+    def count(self, pause: Callable[[], bool]) -> None:
+        with self._lock:
+            places = self._used.begin_count()
+        for place in places:
+            with self._lock:
+                self._used.count(place)
+            if pause():
+                return
+        with self._lock:
+            self._used.end_count()
 
     def other_bytes(self) -> int:
         return tree_size(self._directory, skip=(BLOCKS, QUARANTINE))
@@ -356,15 +349,16 @@ class SafetensorsCache:
             root, head.field("fingerprint"), head.field("abi"), head.field("kv_format")
         )
 
-    def _write(self, name: str, directory: int, pieces: list[Piece], *, is_synced: bool) -> int:
+    def _write(
+        self, path: FilePath, directory: int, pieces: list[Piece], *, is_synced: bool
+    ) -> int:
         temporary = f"{self._token}-{next(self._numbers)}{TEMPORARY}"
         try:
             num_bytes = _write_file(temporary, directory, pieces, is_synced=is_synced)
             with self._lock:
-                replaced = size_of(name, directory) if self._used is not None else 0
-                os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-                if self._used is not None:
-                    self._used += num_bytes - replaced
+                replaced = size_of(path.name, directory)
+                os.replace(temporary, path.name, src_dir_fd=directory, dst_dir_fd=directory)
+                self._used.change(path.directory, num_bytes - replaced)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=directory)
@@ -375,14 +369,18 @@ class SafetensorsCache:
 
     def _quarantine(self, path: FilePath) -> None:
         with self._lock:  # keeps `used_bytes` from counting the file twice
+            num_bytes = 0
+            if self._used.is_counting:
+                with self._tree.shard(path) as directory:
+                    num_bytes = size_of(path.name, directory)
             self._tree.quarantine(path)
+            self._used.move_to_quarantine(path.directory, num_bytes)
 
-    def _remove(self, name: str, directory: int) -> None:
+    def _remove(self, path: FilePath, directory: int) -> None:
         with self._lock:
-            num_bytes = size_of(name, directory)
-            os.unlink(name, dir_fd=directory)
-            if self._used is not None:
-                self._used -= num_bytes
+            num_bytes = size_of(path.name, directory)
+            os.unlink(path.name, dir_fd=directory)
+            self._used.change(path.directory, -num_bytes)
 
 
 def _some_of_each_root(parts: Sequence[BlockPart]) -> Iterator[tuple[FilePath, int]]:
