@@ -16,6 +16,7 @@ The modules, in reading order:
 7. `formats.py`: records which model and format computed the blocks of each root, and explains why
    the served model cannot use them.
 8. `watch.py`: lists the blocks for the web page's map.
+9. `pace.py`: pauses background work, so that requests do not wait for it.
 
 All classes are thread-safe except the index.
 """

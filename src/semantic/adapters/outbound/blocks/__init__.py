@@ -7,7 +7,8 @@
    a key is set.
 4. `files.py` determines the path, writes the file under a temporary name and renames it.
 5. On reading, `files.py` compares header and checksum with the requested part before it uses any
-   data, and moves a bad file to quarantine. A scan finds the files with `listing.py`.
+   data, and moves a bad file to quarantine. A scan finds the files with `listing.py`, and
+   `usage.py` counts their bytes for the disk budget.
 
 `agent_archive.py` puts block files and an agent's turns into a signed tar archive, and reads
 untrusted archives. `pack_archive.py` does the same for a cache pack, which `pack_keys.py` signs.
