@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from semantic.adapters.inbound.http import uploads
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys
@@ -48,6 +49,19 @@ def http(tmp_path: Path) -> Iterator[httpx.Client]:
 
 def take_in(http: httpx.Client, content: bytes, **query: str) -> httpx.Response:
     return http.post("/v1/agents/import", params=query, content=content)
+
+
+def test_a_signing_key_that_was_lost_is_reported(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    with run_server(settings) as running, running.client() as http:
+        make(http, id="a", system=LONG)
+    with capture_logs() as logs, run_server(settings):
+        pass
+    assert not any("signs exported agents" in entry["event"] for entry in logs)
+    settings.export_key_file.unlink()
+    with capture_logs() as logs, run_server(settings):
+        pass
+    assert any("signs exported agents was missing" in entry["event"] for entry in logs)
 
 
 def poisoned(content: bytes) -> bytes:

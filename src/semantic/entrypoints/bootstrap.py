@@ -188,7 +188,7 @@ def image_limits(settings: Settings) -> ImageLimits:
 def _make_transfer(
     settings: Settings, memory: AgentMemory, device: DeviceThread, feed: EventFeed
 ) -> AgentTransfer:
-    files = AgentFile(memory.codec, _export_keys(settings))
+    files = AgentFile(memory.codec, _export_keys(settings, has_agents=memory.num_agents > 0))
     transfer = AgentTransfer(
         memory.agents, memory.served.get, device, memory.disk, files, feed, memory.replays
     )
@@ -326,9 +326,17 @@ def _require_key(settings: Settings, ring: KeyRing) -> None:
         )
 
 
-def _export_keys(settings: Settings) -> ExportKeys:
+def _export_keys(settings: Settings, *, has_agents: bool) -> ExportKeys:
     trusted = {n: bytes.fromhex(key) for n, key in settings.trusted_export_keys.items()}
-    return ExportKeys(own_key(settings.export_key_file), trusted)
+    path = settings.export_key_file
+    if has_agents and not path.exists():
+        _log.warning(
+            "the key that signs exported agents was missing; created another one. Files that were "
+            "signed with the old one are imported without their KV cache. Restore it from a "
+            "backup, if there is one",
+            file=str(path),
+        )
+    return ExportKeys(own_key(path), trusted)
 
 
 def _prepare_directories(settings: Settings) -> None:

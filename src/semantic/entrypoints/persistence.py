@@ -60,6 +60,7 @@ class AgentMemory:
 
     Attributes:
         disk: Writes and reads blocks; None with durability `none`.
+        num_agents: Agents that the directory held at the start.
         served: The block store of the served model and its upkeep.
         survey: See `Upkeep`; `reopen` likewise.
     """
@@ -99,7 +100,7 @@ class AgentMemory:
         self._loss = state.problem
         for problem in filter(None, (self._loss, own.problem)):
             _log.warning("ledger problem", problem=problem)
-        self._num_agents, self._num_parts = len(state.agents), len(state.parts)
+        self.num_agents, self._num_parts = len(state.agents), len(state.parts)
         self._is_index_lost = state.is_index_lost
         if directory is not None:
             self._files = SafetensorsCache(directory, self.codec, cipher)
@@ -185,7 +186,7 @@ class AgentMemory:
         if self._lock is None:
             return "kept in memory only (durability none)"
         where = self._settings.effective_cache_dir
-        found = f"{self._num_agents} known, {self._num_parts} block files in {where}"
+        found = f"{self.num_agents} known, {self._num_parts} block files in {where}"
         return f"{found}; {problem}" if (problem := self._own.problem) else found
 
     def announce(self, url: str) -> None:

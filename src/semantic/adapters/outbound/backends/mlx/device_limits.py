@@ -30,12 +30,12 @@ from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 _LOG = logging.getLogger(__name__)
 _CACHED = 16  # on Metal, and while a model loads, MLX caches at most one part in this many
 _RESERVED = 8  # one part in this many of the device is for activations
-_LEAST_SPARE = 5 * 2**28  # on CUDA: a pass over 5,000 tokens of an 8B model takes most of it
+_LEAST_SPARE = 5 * 2**28  # on CUDA: a pass over 1,000 tokens of an 8B model takes half of it
 _SMALL = 32 * 2**30
-_OUTPUTS, _LEAST_STEP = 6, 256
+_OUTPUTS, _LEAST_STEP = 6, 256  # see `step_tokens`
 _ROUNDED = 16  # CUDA's pool rounds arrays up to 2 MB: about one part in this many of KV cache
-# MLX submits operations to a CUDA device in graphs, whose arrays all exist until one has run. On an
-# H200, and on consumer GPUs of the same generation as B200, a graph has up to 100 operations.
+# MLX submits operations to a CUDA device in graphs, whose arrays all exist until one has run. By
+# default, a graph has up to 100 operations on capability 9.0 and 12.0, which RTX 50 have.
 _SMALL_GRAPHS = {"MLX_MAX_OPS_PER_BUFFER": "20", "MLX_MAX_MB_PER_BUFFER": "100"}
 _MARGIN = 10  # MLX may use one part in this many more than weights and KV cache
 _LEAST_MARGIN = 2**30
@@ -137,6 +137,11 @@ class MemoryPlan:
         """Bytes that they may take beside other models with so many."""
         return min(self.total - self.overhead, self.needed + self.margin + others)
 
+    @property
+    def cache_limit(self) -> int:
+        """Bytes of freed buffers that MLX may cache on CUDA."""
+        return max(0, min(self.limit - self.needed, self.total // _CACHED))
+
     def limit_with(self, kv_bytes: int, others: int = 0) -> int:
         """Bytes that they may take while open sequences have so much KV cache.
 
@@ -182,7 +187,7 @@ def limit_device_memory(plan: MemoryPlan) -> None:
         mx.set_memory_limit(plan.limit)
         _wire(working_set)
     elif plan.total:
-        mx.set_cache_limit(max(0, min(plan.limit - plan.needed, plan.total // _CACHED)))
+        mx.set_cache_limit(plan.cache_limit)
         mx.set_memory_limit(plan.limit)
 
 
@@ -200,14 +205,18 @@ class MemoryLimit:
             _FOLLOWED.add(self)
 
     def follow(self, kv_bytes: int) -> None:
-        """Set the limit for open sequences with so much KV cache."""
+        """Set the limits for open sequences with so much KV cache.
+
+        Also if they are the same: another model may have been loaded, or have failed to load.
+        """
         if not self._is_followed:
             return
         plan = self._plan
         self._held = plan.weights + kv_bytes
         others = sum(limit._held for limit in [*_FOLLOWED] if limit is not self)
         limit = plan.limit_with(kv_bytes, others)
-        mx.set_memory_limit(limit)  # also if it is the same: another model may have set it
+        mx.set_memory_limit(limit)
+        mx.set_cache_limit(plan.cache_limit)
         if cuda.pool_bytes() > max(limit, plan.limit_beside(others) - plan.overhead):
             cuda.trim_pool(limit)
 

@@ -98,6 +98,7 @@ def test_on_cuda_mlx_is_told_the_limit_and_freed_memory_goes_back(
 ) -> None:
     """The driver's own gigabyte is no room for arrays."""
     told: list[tuple[str, int]] = []
+    cached: set[int] = set()
     pool = 7 * GB
     info = NVIDIA | {"free_memory": 16 * GB}
     monkeypatch.setattr(cuda, "is_in_use", lambda: True)
@@ -105,6 +106,7 @@ def test_on_cuda_mlx_is_told_the_limit_and_freed_memory_goes_back(
     monkeypatch.setattr(cuda, "trim_pool", lambda size: told.append(("trim", size)))
     monkeypatch.setattr(mx, "device_info", lambda: info)
     monkeypatch.setattr(mx, "set_memory_limit", lambda size: told.append(("limit", size)))
+    monkeypatch.setattr(mx, "set_cache_limit", cached.add)
     monkeypatch.setattr(mx, "get_active_memory", lambda: 6 * GB)
     monkeypatch.setattr(device_limits, "recover_memory", lambda: None)
     plan = MemoryPlan.of(DeviceRoom(24 * GB), weights=6 * GB, budget=4 * GB)
@@ -116,6 +118,7 @@ def test_on_cuda_mlx_is_told_the_limit_and_freed_memory_goes_back(
     pool = 11 * GB
     limit.follow(3 * GB)
     assert told[3:] == [("limit", 9.75 * GB), ("trim", 9.75 * GB)]
+    assert cached == {GB}  # 10 % of weights and budget, or 1 GB
     limit.release()
 
 
@@ -128,6 +131,7 @@ def test_the_limit_counts_all_loaded_models(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cuda, "trim_pool", lambda size: pytest.fail(f"trimmed to {size}"))
     monkeypatch.setattr(mx, "device_info", lambda: NVIDIA | {"free_memory": 24 * GB})
     monkeypatch.setattr(mx, "set_memory_limit", told.append)
+    monkeypatch.setattr(mx, "set_cache_limit", lambda _: None)
     served, draft = (MemoryLimit(MemoryPlan(24 * GB, n * GB, budget=4 * GB)) for n in (6, 2))
     served.follow(1 * GB)
     draft.follow(2 * GB)
