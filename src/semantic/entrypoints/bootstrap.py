@@ -4,6 +4,7 @@
 """
 
 import functools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -329,14 +330,16 @@ def _require_key(settings: Settings, ring: KeyRing) -> None:
 def _export_keys(settings: Settings, *, has_agents: bool) -> ExportKeys:
     trusted = {n: bytes.fromhex(key) for n, key in settings.trusted_export_keys.items()}
     path = settings.export_key_file
-    if has_agents and not path.exists():
+    is_new = not os.path.lexists(path)
+    key = own_key(path)
+    if is_new and has_agents:
         _log.warning(
             "the key that signs exported agents was missing; created another one. Files that were "
             "signed with the old one are imported without their KV cache. Restore it from a "
             "backup, if there is one",
             file=str(path),
         )
-    return ExportKeys(own_key(path), trusted)
+    return ExportKeys(key, trusted)
 
 
 def _prepare_directories(settings: Settings) -> None:

@@ -4,7 +4,6 @@ It works on blocks and ledger rows only; it computes no KV cache and does not bl
 """
 
 import functools
-import gc
 import logging
 import math
 import threading
@@ -39,7 +38,6 @@ _WARM_SHARE = 0.25
 # Share of a core for the comparison of files with the index, while requests run: for a million
 # files it takes 20 minutes.
 _SCAN_SHARE = 0.1
-_MANY = 100_000
 _LATE_ROUNDS = 5  # a backup older than this many intervals is reported as late
 _MAX_TOLD = 3
 
@@ -290,21 +288,19 @@ class Upkeep:
             return
         pace = Pace(self._is_stopping.wait, share)
         self._files.count(pace)
-        # By kind and name of the node: a million keys of both would occupy the garbage collector.
-        missing: dict[LayerKind, dict[BlockName, BlockPart]] = {kind: {} for kind in LayerKind}
-        for node in _paced(self._store.nodes(), pace):
-            for kind, part in tuple(node.files.items()):
-                missing[kind][node.name] = part
-        if sum(map(len, missing.values())) >= _MANY:
-            gc.freeze()  # scanning them would halt all turns for 0.5 s, again and again
+        # Only names: garbage collection would scan a million parts, and halt all turns meanwhile.
+        missing: dict[LayerKind, dict[BlockName, None]] = {kind: {} for kind in LayerKind}
+        for node in _paced(self._store.begin_comparison(), pace):
+            for kind in tuple(node.files):
+                missing[kind][node.name] = None
         new = []
         for part in _paced(self._files.scan(), pace):
-            known = missing[part.kind].pop(part.name, None)
-            if known is None or not known.is_same_block(part):
+            missing[part.kind].pop(part.name, None)
+            if not self._store.has_file(part):
                 new.append(part)
         if self._is_stopping.is_set():
             return  # the next start runs it again
-        unknown = self._store.reconcile(new, [f for kind in missing.values() for f in kind.items()])
+        unknown = self._store.reconcile(new, [(n, kind) for kind in missing for n in missing[kind]])
         self._disk.change(*(PutPart(part) for part in unknown), MarkIndexWhole())
 
     def tick(self) -> None:

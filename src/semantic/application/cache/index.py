@@ -170,10 +170,12 @@ class BlockIndex:
     Attributes:
         version: Grows when a node, file or payload is added or removed.
         num_files: Files of all nodes.
+        written: Nodes with a new file since files are compared with the index; None at other times.
     """
 
     def __init__(self) -> None:
         self.version = self.num_files = 0
+        self.written: set[BlockName] | None = None
         # Least recently used first; within a chain, the end before the beginning.
         self._nodes: OrderedDict[BlockName, BlockNode] = OrderedDict()
         self._followers: dict[BlockName, _Siblings] = {}
@@ -249,6 +251,8 @@ class BlockIndex:
         if part.kind in node.files:
             self.pop_file(node, part.kind)
         node.files[part.kind] = part
+        if self.written is not None:
+            self.written.add(node.name)
         self.num_files += 1
         self.version += 1
         self.note_change(node.name)

@@ -292,21 +292,31 @@ class AgentCacheStore:
         with self._lock:
             self._index.restore(parts)
 
+    def begin_comparison(self) -> list[BlockNode]:
+        """Return all known blocks, to compare them with the files; `reconcile` ends that."""
+        with self._lock:
+            self._index.written = set()
+            return list(self._index)
+
+    def has_file(self, part: BlockPart) -> bool:
+        with self._lock:
+            return self._index.has_file(part)
+
     def reconcile(
-        self, present: Iterable[BlockPart], missing: Iterable[tuple[BlockName, BlockPart]]
+        self, present: Iterable[BlockPart], missing: Iterable[PartKey]
     ) -> list[BlockPart]:
         """Add unknown files to the index, remove missing ones; returns the unknown ones.
 
-        A file is unknown, too, if the row that names it was damaged. Missing files come with the
-        names of their nodes.
+        A file is unknown, too, if the row that names it was damaged.
         """
         with self._lock:
-            for name, part in missing:
+            written, self._index.written = self._index.written or (), None
+            for name, kind in missing:
                 node = self._index.get(name)
-                if node is None or node.num_leases:
+                if node is None or node.num_leases or name in written:
                     continue
-                if node.files.get(part.kind) is part:  # not deleted or written again meanwhile
-                    self.tiers.lose_file(WantedPart(node, part.kind))
+                if kind in node.files:  # not deleted meanwhile
+                    self.tiers.lose_file(WantedPart(node, kind))
             # Files written during the scan are in the index already.
             unknown = [part for part in present if not self._index.has_file(part)]
             if unknown:  # sorting a million nodes takes seconds

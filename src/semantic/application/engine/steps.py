@@ -314,7 +314,8 @@ class ChunkBudget:
         if size >= self.USUAL:
             step = min(size, self.MAX_ALIGNED)
             size = (start + size + step // 4) // step * step - start
-        return left if left <= size + size // 8 else size
+        found = left if left <= size + size // 8 else size
+        return found if self._max_step_tokens is None else min(found, self._max_step_tokens)
 
 
 class StepCosts:

@@ -522,3 +522,13 @@ def test_large_chunks_end_at_multiples(start: int, size: int, expected: int) -> 
 )
 def test_a_prompts_last_few_tokens_come_along(size: int, left: int, expected: int) -> None:
     assert ChunkBudget().chunk(0, size, left) == expected
+
+
+def test_a_step_has_no_more_prompt_tokens_than_the_device_can_hold() -> None:
+    limits, budget = EngineLimits(), ChunkBudget(max_step_tokens=1024)
+    budget.observe(PromptWork.of(0, 2048), 0.01)  # a fast device
+    assert ChunkBudget().chunk(900, 1024, 9000) > 1024  # to end at a multiple
+    for start in (0, 300, 900):
+        assert budget.tokens_alone(limits, start) == 1024
+        assert budget.chunk(start, 1024, 9000) <= 1024
+        assert budget.chunk(start, 1024, 1100) <= 1024

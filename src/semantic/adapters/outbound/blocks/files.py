@@ -286,15 +286,19 @@ class SafetensorsCache:
             self._used.expect(num_bytes)
 
     def count(self, pause: Callable[[], bool]) -> None:
-        with self._lock:
-            places = self._used.begin_count()
-        for place in places:
+        is_complete = False
+        try:
             with self._lock:
-                self._used.count(place)
-            if pause():
-                return
-        with self._lock:
-            self._used.end_count()
+                places = self._used.begin_count()
+            for place in places:
+                with self._lock:
+                    self._used.count(place)
+                if pause():
+                    return
+            is_complete = True
+        finally:
+            with self._lock:
+                self._used.end_count(is_complete=is_complete)
 
     def other_bytes(self) -> int:
         return tree_size(self._directory, skip=(BLOCKS, QUARANTINE))

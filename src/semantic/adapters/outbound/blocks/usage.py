@@ -10,19 +10,16 @@ from semantic.adapters.outbound.blocks.listing import BLOCKS, QUARANTINE
 def tree_size(directory: Path, skip: str | tuple[str, ...] = ()) -> int:
     """Bytes of all files below a directory, except names that start with (one of) `skip`.
 
-    Ignores files that vanish during the walk.
+    Ignores files that vanish during the walk, and what cannot be read.
     """
     total = 0
     for entry in _entries(directory):
         if entry.name.startswith(skip):
             continue
-        try:
-            if entry.is_dir(follow_symlinks=False):
-                total += tree_size(directory / entry.name, skip)
-            else:
-                total += entry.stat(follow_symlinks=False).st_size
-        except FileNotFoundError:
-            continue
+        if _is_directory(entry):
+            total += tree_size(directory / entry.name, skip)
+        else:
+            total += _size(entry)
     return total
 
 
@@ -85,19 +82,20 @@ class UsedSpace:
             self._uncounted.discard(directory)
             self._counted += tree_size(self._blocks / directory, self._own_prefix)
 
-    def end_count(self) -> None:
-        if self._uncounted is not None:
+    def end_count(self, *, is_complete: bool) -> None:
+        """End the count, and take over its result if it is complete."""
+        if is_complete:
             self.expect(self._counted)
-            self._uncounted = None
+        self._uncounted = None
 
     def _listed(self, entries: Iterable["os.DirEntry[str]"]) -> list[str]:
         """Return the names of directories, and count the bytes of files beside them."""
         names = []
         for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
+            if _is_directory(entry):
                 names.append(entry.name)
             else:
-                self._counted += entry.stat(follow_symlinks=False).st_size
+                self._counted += _size(entry)
         return names
 
     def _count(self, directory: str, num_bytes: int) -> None:
@@ -109,5 +107,19 @@ def _entries(directory: Path) -> list["os.DirEntry[str]"]:
     try:
         with os.scandir(directory) as entries:
             return list(entries)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return []
+
+
+def _is_directory(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=False)
+    except OSError:
+        return False
+
+
+def _size(entry: "os.DirEntry[str]") -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_size
+    except OSError:
+        return 0

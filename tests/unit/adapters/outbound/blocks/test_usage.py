@@ -1,5 +1,6 @@
 """The bytes of a cache directory while its files are counted, written and removed."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,3 +77,25 @@ def test_changes_during_a_count_are_counted_once(
     while left:
         pause()
     assert cache.used_bytes() == true_size(directory)
+
+
+def test_what_cannot_be_read_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = SafetensorsCache(tmp_path)
+    put(cache, PARTS[0])
+    size = true_size(tmp_path)
+    (tmp_path / "blocks" / "theirs").mkdir()
+    (tmp_path / "quarantine").mkdir()
+    scan = os.scandir
+
+    def refuse(path: Path) -> object:
+        if path.name in ("theirs", "quarantine"):
+            raise PermissionError(13, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    cache.expect(1000)
+    cache.count(lambda: False)
+    monkeypatch.undo()
+    assert cache.used_bytes() == size

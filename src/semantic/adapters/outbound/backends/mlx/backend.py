@@ -369,13 +369,15 @@ class MlxBackend(DraftingBackend[MlxSequence]):
         self._runner.release()
         self._limit.release()
         self._tower = self._head = self._loop = None
-        if self._transfer is not None:
-            self._transfer.finish()
-        self._held.clear()
         with contextlib.suppress(RuntimeError):  # a device that has failed
+            if self._transfer is not None:
+                self._transfer.finish()
+        self._held.clear()
+        with contextlib.suppress(RuntimeError):
             mx.synchronize()
         host_memory.collect_and_trim()  # free reference cycles, which hold arrays
-        mx.clear_cache()
+        with contextlib.suppress(RuntimeError):
+            mx.clear_cache()
         if threading.current_thread() is not threading.main_thread():
             # Otherwise the process aborts if it ends soon after the thread.
             mx.clear_streams()
@@ -420,16 +422,18 @@ class MlxBackend(DraftingBackend[MlxSequence]):
 
     def _step_error(self, error: Exception) -> SemanticError:
         """Build the error of a step; after a failed allocation, release what MLX caches."""
-        try:
-            if is_out_of_memory(error):
+        is_full = is_out_of_memory(error)
+        if is_full:
+            try:
                 recover_memory()
-                self._held.clear()
-                self._num_running = 0
-                return PoolExhaustedError(f"the device is out of memory: {error}", retry_after_s=5)
-        except DEVICE_ERRORS as worse:
-            error = worse
+            except DEVICE_ERRORS as worse:
+                error = worse
+            self._held.clear()
+            self._num_running = 0
         if has_lost_device(error):
             return DeviceLostError(f"the GPU has failed ({error}).")
+        if is_full:
+            return PoolExhaustedError(f"the device is out of memory: {error}", retry_after_s=5)
         return BackendError(f"device error: {error}")
 
     # -- lengths --------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 MLX caches freed buffers, by default as many as the memory holds, and keeps what loading freed. Its
 memory limit did not make it release them on an H200, so the cache has a limit of its own: on CUDA
-what MLX may use besides weights and KV cache. On Metal, memory is shared with all other programs:
-the cache is small. There, macOS may also page out buffers of a GPU that idles, and the first reply
-after a pause would wait for them: wired buffers stay.
+what MLX may use besides weights and KV cache, and at most a sixteenth of the device. On Metal,
+memory is shared with all other programs: the cache is small. There, macOS may also page out buffers
+of a GPU that idles, and the first reply after a pause would wait for them: wired buffers stay.
 
 On CUDA the memory limit follows the KV cache of open sequences. MLX encodes operations ahead of the
 device until its arrays reach the limit, and each holds its results until it has run: with one limit
@@ -28,7 +28,7 @@ import mlx.core as mx
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 
 _LOG = logging.getLogger(__name__)
-_CACHED = 16  # on Metal, and while a model loads, MLX caches at most one part in this many
+_CACHED = 16  # MLX caches at most one part in this many: of the device, on Metal of its limit
 _RESERVED = 8  # one part in this many of the device is for activations
 _LEAST_SPARE = 5 * 2**28  # on CUDA: a pass over 1,000 tokens of an 8B model takes half of it
 _SMALL = 32 * 2**30
@@ -68,10 +68,12 @@ class MemoryPlan:
 
     Attributes:
         total: What the server may use; 0 if there is no limit, as on a CPU without a setting.
+        weights: On CUDA with what else was loaded with them, such as a vision tower.
         budget: Limit of the KV cache by the setting; 0 if there is none.
-        overhead: What loading added besides weights: kernels, and gaps in the driver's pool.
+        overhead: What loading added besides arrays: kernels, and gaps in the driver's pool.
         least_spare: See `spare`; 0 if it is not a CUDA device.
         expanded: Size of the largest matrix that is dequantised for prompts.
+        others: What other models had when this one was loaded.
     """
 
     total: int
@@ -80,6 +82,7 @@ class MemoryPlan:
     overhead: int = 0
     least_spare: int = 0
     expanded: int = 0
+    others: int = 0
 
     @classmethod
     def of(cls, room: DeviceRoom, weights: int, budget: int, expanded: int = 0) -> Self:
@@ -87,9 +90,11 @@ class MemoryPlan:
         if not room.total or not cuda.is_in_use():
             return cls(room.total, weights, budget)
         recover_memory()
+        arrays, others = int(mx.get_active_memory()), sum(limit.held for limit in _FOLLOWED)
         overhead = max(0, _used_besides_arrays(mx.device_info()) - room.outside)
-        gaps = max(0, cuda.pool_bytes() - int(mx.get_active_memory()))
-        return cls(room.total, weights, budget, overhead + gaps, _LEAST_SPARE, expanded)
+        overhead += max(0, cuda.pool_bytes() - arrays)
+        weights = max(weights, arrays - others)
+        return cls(room.total, weights, budget, overhead, _LEAST_SPARE, expanded, others)
 
     @property
     def spare(self) -> int:
@@ -114,7 +119,7 @@ class MemoryPlan:
         """Bytes for open sequences; None without a limit. Negative if the weights do not fit."""
         if not self.total:
             return None
-        room = self.total - self.overhead - self.spare - self.weights
+        room = self.total - self.overhead - self.spare - self.weights - self.others
         return room - room // _ROUNDED if self.least_spare else room
 
     @property
@@ -131,11 +136,11 @@ class MemoryPlan:
     @property
     def limit(self) -> int:
         """Bytes that arrays and cached buffers may take together."""
-        return self.limit_beside(0)
+        return min(self.total - self.overhead, self.needed + self.margin)
 
     def limit_beside(self, others: int) -> int:
-        """Bytes that they may take beside other models with so many."""
-        return min(self.total - self.overhead, self.needed + self.margin + others)
+        """Bytes that they and the overhead may take beside other models with so many."""
+        return min(self.total, self.needed + self.margin + others)
 
     @property
     def cache_limit(self) -> int:
@@ -195,12 +200,15 @@ class MemoryLimit:
     """Keeps MLX's memory limit on CUDA near what is needed now. For the engine's thread.
 
     Models that are loaded side by side, such as a draft model, have one each.
+
+    Attributes:
+        held: Bytes of the model's weights and open sequences.
     """
 
     def __init__(self, plan: MemoryPlan) -> None:
         self._plan = plan
         self._is_followed = bool(plan.total) and cuda.is_in_use()
-        self._held = plan.weights
+        self.held = plan.weights
         if self._is_followed:
             _FOLLOWED.add(self)
 
@@ -212,8 +220,8 @@ class MemoryLimit:
         if not self._is_followed:
             return
         plan = self._plan
-        self._held = plan.weights + kv_bytes
-        others = sum(limit._held for limit in [*_FOLLOWED] if limit is not self)
+        self.held = plan.weights + kv_bytes
+        others = sum(limit.held for limit in [*_FOLLOWED] if limit is not self)
         limit = plan.limit_with(kv_bytes, others)
         mx.set_memory_limit(limit)
         mx.set_cache_limit(plan.cache_limit)
@@ -245,9 +253,11 @@ def recover_memory() -> None:
     Raises:
         RuntimeError: the device has failed.
     """
-    mx.synchronize()
-    mx.clear_cache()
-    cuda.trim_pool(0)
+    try:
+        mx.synchronize()
+    finally:
+        mx.clear_cache()
+        cuda.trim_pool(0)
 
 
 def has_lost_device(error: BaseException) -> bool:

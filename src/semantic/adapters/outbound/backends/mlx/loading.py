@@ -144,9 +144,9 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
     utils = import_library("mlx_lm.utils")
     if config.get("model_type") in _CRASHES_ON_CPU and _is_on_cpu():
         raise refusal(spec, "MLX cannot compute its sparse attention on a CPU")
-    room = device_room(options.device_bytes)
-    limit_while_loading(room)
     try:
+        room = device_room(options.device_bytes)
+        limit_while_loading(room)
         is_pinning = options.pinned_bytes and cuda.is_in_use() and kernels.can_compile()
         memory = shared_memory(options.pinned_bytes) if is_pinning else None
         names = find_head(directory, config, "mlx")

@@ -177,6 +177,13 @@ def test_memory_of_other_programs_is_no_room(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(device_limits, "recover_memory", lambda: None)
     plan = MemoryPlan.of(room, weights=6 * GB, budget=4 * GB)
     assert plan.overhead == 0  # theirs is not counted twice
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 2 * GB)
+    assert MemoryPlan.of(room, weights=GB, budget=4 * GB).weights == 2 * GB  # and a tower
+    other = MemoryLimit(MemoryPlan(room.total, GB))
+    beside = MemoryPlan.of(room, weights=GB, budget=4 * GB)
+    assert (beside.weights, beside.others) == (GB, GB)
+    assert beside.kv_room == (16 - 2 - 1 - 1) * GB * 15 // 16
+    other.release()
 
 
 @pytest.mark.parametrize(
