@@ -36,7 +36,7 @@ from semantic.adapters.outbound.blocks.listing import (
     TEMPORARY,
     Shard,
 )
-from semantic.adapters.outbound.blocks.usage import UsedSpace, tree_size
+from semantic.adapters.outbound.blocks.usage import RunningCount
 from semantic.adapters.outbound.cipher import Cipher
 from semantic.adapters.outbound.ledger.files import sync
 from semantic.domain.blocks import BlockName, BlockOrigin, BlockPart
@@ -69,15 +69,11 @@ class FilePath:
         return cls(part.root.hex()[:16], name[:2], f"{name}.{part.kind.value}{SUFFIX}")
 
     @property
-    def directory(self) -> str:
-        return f"{self.root}/{self.shard}"
-
-    @property
     def is_temporary(self) -> bool:
         return self.name.endswith(TEMPORARY)
 
     def __str__(self) -> str:
-        return f"{BLOCKS}/{self.directory}/{self.name}"
+        return f"{BLOCKS}/{self.root}/{self.shard}/{self.name}"
 
 
 class BlockTree:
@@ -137,6 +133,27 @@ def size_of(name: str, directory: int) -> int:
         return 0
 
 
+def tree_size(directory: Path, skip: str | tuple[str, ...] = ()) -> int:
+    """Bytes of all files below a directory, except names that start with (one of) `skip`.
+
+    Ignores what vanishes during the walk, and what cannot be read.
+    """
+    total = 0
+    try:
+        with os.scandir(directory) as entries:
+            listed = list(entries)
+    except OSError:
+        return 0
+    for entry in listed:
+        if not entry.name.startswith(skip):
+            with contextlib.suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    total += tree_size(directory / entry.name, skip)
+                else:
+                    total += entry.stat(follow_symlinks=False).st_size
+    return total
+
+
 def _open_below(parent: int, name: str, *, is_made: bool, is_synced: bool) -> int:
     flags = _OPEN_DIRECTORY | os.O_NOFOLLOW
     try:
@@ -175,7 +192,8 @@ class SafetensorsCache:
         self._lock = threading.Lock()
         # Marks this process's temporary files, unlike leftovers of a crash.
         self._token = secrets.token_hex(8)
-        self._used = UsedSpace(directory, self._token)
+        self._used: int | None = None  # bytes of blocks and quarantine
+        self._running_count: RunningCount | None = None
         self._numbers = itertools.count()
 
     def write(self, part: BlockPart, payload: KVPayload, *, is_synced: bool) -> BlockPart:
@@ -233,7 +251,8 @@ class SafetensorsCache:
     def empty_quarantine(self, *, before: float) -> int:
         with self._lock:
             freed = self._tree.empty_quarantine(before)
-            self._used.empty_quarantine(freed)
+            if self._used is not None:
+                self._used = max(0, self._used - freed)
         return freed
 
     def origins(self, parts: Sequence[BlockPart] | None = None) -> list[BlockOrigin]:
@@ -277,28 +296,29 @@ class SafetensorsCache:
 
     def used_bytes(self) -> int:
         with self._lock:
-            blocks = self._used.total
-        return blocks + self.other_bytes()
+            if self._used is None:
+                blocks = tree_size(self._directory / BLOCKS, self._token)
+                self._used = blocks + tree_size(self._directory / QUARANTINE)
+            used = self._used
+        return used + self.other_bytes()
 
     def expect(self, num_bytes: int) -> None:
         """Take over the bytes of all blocks from the index, until `count` has counted them."""
         with self._lock:
-            self._used.expect(num_bytes)
+            self._used = num_bytes + tree_size(self._directory / QUARANTINE)
 
     def count(self, pause: Callable[[], bool]) -> None:
-        is_complete = False
-        try:
+        blocks = self._directory / BLOCKS
+        with self._lock:
+            self._running_count = running = RunningCount(blocks)
+        for place in running.places:
             with self._lock:
-                places = self._used.begin_count()
-            for place in places:
-                with self._lock:
-                    self._used.count(place)
-                if pause():
-                    return
-            is_complete = True
-        finally:
-            with self._lock:
-                self._used.end_count(is_complete=is_complete)
+                running.add(place, tree_size(blocks / place, self._token))
+            if pause():
+                return
+        with self._lock:
+            self._running_count = None
+            self._used = running.num_bytes + tree_size(self._directory / QUARANTINE)
 
     def other_bytes(self) -> int:
         return tree_size(self._directory, skip=(BLOCKS, QUARANTINE))
@@ -362,7 +382,7 @@ class SafetensorsCache:
             with self._lock:
                 replaced = size_of(path.name, directory)
                 os.replace(temporary, path.name, src_dir_fd=directory, dst_dir_fd=directory)
-                self._used.change(path.directory, num_bytes - replaced)
+                self._change(path, num_bytes - replaced)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=directory)
@@ -373,18 +393,24 @@ class SafetensorsCache:
 
     def _quarantine(self, path: FilePath) -> None:
         with self._lock:  # keeps `used_bytes` from counting the file twice
-            num_bytes = 0
-            if self._used.is_counting:
-                with self._tree.shard(path) as directory:
-                    num_bytes = size_of(path.name, directory)
+            with self._tree.shard(path) as directory:
+                num_bytes = size_of(path.name, directory)
             self._tree.quarantine(path)
-            self._used.move_to_quarantine(path.directory, num_bytes)
+            self._change(path, -num_bytes, to_quarantine=num_bytes)
 
     def _remove(self, path: FilePath, directory: int) -> None:
         with self._lock:
             num_bytes = size_of(path.name, directory)
             os.unlink(path.name, dir_fd=directory)
-            self._used.change(path.directory, -num_bytes)
+            self._change(path, -num_bytes)
+
+    def _change(self, path: FilePath, num_bytes: int, to_quarantine: int = 0) -> None:
+        """Count a file that was written, removed or moved. The caller holds the lock."""
+        if self._used is not None:
+            self._used = max(0, self._used + num_bytes + to_quarantine)
+        running = self._running_count
+        if running is not None and f"{path.root}/{path.shard}" not in running.uncounted:
+            running.num_bytes += num_bytes
 
 
 def _some_of_each_root(parts: Sequence[BlockPart]) -> Iterator[tuple[FilePath, int]]:
