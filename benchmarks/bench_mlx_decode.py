@@ -192,9 +192,8 @@ def measure(report: Report) -> None:
     choose_device(options.device)
     loaded = make_model(options.shape)
     weight_bytes = loaded.num_bytes
-    counted = MemoryLimit(
-        MemoryPlan(device_room(0).total, weight_bytes)
-    )  # beside the served models
+    plan = MemoryPlan(device_room(0).total, weight_bytes)
+    counted = MemoryLimit(plan)  # beside the served models
     itemsize = loaded.model.model.norm.weight.dtype.size
     token_bytes = loaded.spec.bytes_per_context(1, bits=8 * itemsize)
     speed = bandwidth(SHAPES[options.shape][-1])

@@ -24,13 +24,13 @@ from typing import Any
 
 import httpx
 
+from benchmarks.bench_beside import TOKENS_PER_TEXT, note_memory
 from benchmarks.bench_served import TEXT
 from benchmarks.client import Client, Messages, Reply, continued, said
 from benchmarks.common import serving
 from benchmarks.random_models import SHAPES, make_model
 from benchmarks.report import Report, run
 
-TOKENS_PER_TEXT = 33  # of the starter's tokenizer, about
 NUM_AGENTS, NUM_TURNS, NUM_LARGE, REPLY = 8, 3, 2, 64
 SHARE, LARGE_SHARE, TOO_LARGE_SHARE = 0.2, 0.9, 1.2  # of the context
 
@@ -152,20 +152,18 @@ def measure_size(report: Report, model: Path, home: Path, size_mb: int) -> None:
     arguments += ["--memory-budget-mb", str(options.memory_mb)]
     settings = {"device_memory_mb": str(size_mb), "max_batch_size": "16"}
     settings |= {"disk_budget_mb": "40000", "write_queue_mb": "8192", "shutdown_timeout_s": "60"}
-    used: list[float] = []
     started = time.perf_counter()
     with serving(*arguments, settings=settings) as port:
         report.add(f"{title}: start", time.perf_counter() - started, "s")
         crowd = Crowd(port)
         (context,) = (entry["max_model_len"] for entry in crowd.get("/v1/models")["data"][:1])
         report.add(f"{title}: context", context, "tokens")
-        for work in (crowd.work(int(SHARE * context)), crowd.crowd(context)):
-            shares = crowd.get("/v1/cache")["device"]
-            used.append(shares["used"] / 1e6 if shares else 0)
-            asyncio.run(work)
-        used.append(crowd.get("/v1/cache")["device"]["used"] / 1e6)
+        note_memory(report, port, f"of {title} at ready")
+        asyncio.run(crowd.work(int(SHARE * context)))
+        note_memory(report, port, f"of {title} with agents")
+        asyncio.run(crowd.crowd(context))
+        note_memory(report, port, f"of {title} with long prompts")
     report.add(f"{title}: failed", crowd.num_failed, "requests", most=0)
-    report.add(f"{title}: memory used at ready, with agents, with long prompts", used, "MB")
     for outcome, count in sorted(crowd.outcomes.items()):
         report.add(f"{title}: {outcome}", count, "requests")
     num_agents = len(crowd.talks)

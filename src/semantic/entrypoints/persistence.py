@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import structlog
 
@@ -18,7 +19,7 @@ from semantic.adapters.outbound import host_memory
 from semantic.adapters.outbound.blocks.directory import DirectoryLock, claim
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.blocks.format import FORMATS, KVCodec
-from semantic.adapters.outbound.cipher import load_cipher
+from semantic.adapters.outbound.cipher import Cipher, load_cipher
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.block_owners import BlockOwners
 from semantic.application.agents.cache_admin import ModelCache, ServedCache
@@ -103,8 +104,10 @@ class AgentMemory:
         self.num_agents, self._num_parts = len(state.agents), len(state.parts)
         self._is_index_lost = state.is_index_lost
         if directory is not None:
-            self._files = SafetensorsCache(directory, self.codec, cipher)
-            self._formats = _formats_of(self._files, state)
+            self._files = _open_files(directory, self.codec, cipher, state)
+            # Listing the directories of a million files may take longer than all else.
+            known = self._files.origins(None if state.is_index_lost else state.parts)
+            self._formats = StoredFormats(known)
             self.disk = self._make_disk(self._files)
         write = self.disk.change if self.disk else write_at_once(self.ledger)
         self._shared_blocks: SharedBlocksPort | None = None
@@ -347,12 +350,11 @@ class AgentMemory:
             self._lock.close(is_refused=is_refused)
 
 
-def _formats_of(files: SafetensorsCache, state: LedgerState) -> StoredFormats:
-    """Find the formats of the stored blocks; an index that is whole also tells the files' bytes.
-
-    Listing the directories of a million files may take longer than all else.
-    """
-    if state.is_index_lost:
-        return StoredFormats(files.origins())
-    files.expect(sum([part.nbytes for part in state.parts]))
-    return StoredFormats(files.origins(state.parts))
+def _open_files(
+    directory: Path, codec: KVCodec, cipher: Cipher | None, state: LedgerState
+) -> SafetensorsCache:
+    """Open the block files; an index that is whole tells their bytes until they are counted."""
+    files = SafetensorsCache(directory, codec, cipher)
+    if not state.is_index_lost:
+        files.expect(sum([part.nbytes for part in state.parts]))
+    return files

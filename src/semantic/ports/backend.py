@@ -247,8 +247,7 @@ class Traits:
             directions, so that a chunk must contain all of them or none.
         kv_room: Bytes of the device's memory for open sequences; None if only the memory budget
             limits them.
-        max_step_tokens: Prompt tokens of a step that the device's memory for activations holds;
-            None if that does not limit them.
+        max_step_tokens: Prompt tokens of a step that the device's memory for activations holds.
     """
 
     pipeline_depth: Literal[0, 1]
@@ -260,7 +259,7 @@ class Traits:
     accepts_images: bool = False
     needs_whole_images: bool = False
     kv_room: int | None = None
-    max_step_tokens: int | None = None
+    max_step_tokens: int = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)

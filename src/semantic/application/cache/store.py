@@ -296,7 +296,7 @@ class AgentCacheStore:
         """Return all known blocks, to compare them with the files; `reconcile` ends that."""
         with self._lock:
             self._index.written = set()
-            return list(self._index)
+            return self.nodes()
 
     def has_file(self, part: BlockPart) -> bool:
         with self._lock:

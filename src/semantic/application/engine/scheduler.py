@@ -111,7 +111,7 @@ class ConcurrentScheduler:
         window: int = 0,
         has_state: bool = False,
         needs_whole_images: bool = False,
-        max_step_tokens: int | None = None,
+        max_step_tokens: int = sys.maxsize,
     ) -> None:
         """Create a scheduler without requests.
 

@@ -4,6 +4,7 @@
 """
 
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -217,7 +218,7 @@ class ChunkBudget:
     SLOWEST_MS = 10_000.0  # limit of a step, even with FIRST tokens
     MAX_ALIGNED = 2048
 
-    def __init__(self, max_step_tokens: int | None = None) -> None:
+    def __init__(self, max_step_tokens: int = sys.maxsize) -> None:
         """`max_step_tokens` is the device's; see `Traits`."""
         self._max_step_tokens = max_step_tokens
         self._seen = _PrefillCost()
@@ -294,8 +295,7 @@ class ChunkBudget:
         return max(self._rounded(fitting), self.BLOCK)
 
     def _most(self, limits: EngineLimits) -> int:
-        most = limits.prefill_step_size
-        return most if self._max_step_tokens is None else min(most, self._max_step_tokens)
+        return min(limits.prefill_step_size, self._max_step_tokens)
 
     def expected_ms(self, work: PromptWork) -> float:
         return self._decode_ms + (self._seen.of(work) if work.num_tokens else 0.0)
@@ -314,8 +314,7 @@ class ChunkBudget:
         if size >= self.USUAL:
             step = min(size, self.MAX_ALIGNED)
             size = (start + size + step // 4) // step * step - start
-        found = left if left <= size + size // 8 else size
-        return found if self._max_step_tokens is None else min(found, self._max_step_tokens)
+        return min(left if left <= size + size // 8 else size, self._max_step_tokens)
 
 
 class StepCosts:

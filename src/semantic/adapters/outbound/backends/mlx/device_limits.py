@@ -18,6 +18,7 @@ what they allow, so both are set before a model is loaded, from what is free the
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -102,8 +103,8 @@ class MemoryPlan:
         least = min(self.least_spare, self.total // 4)
         return max(self.total // _RESERVED, least) + 2 * self.expanded
 
-    def step_tokens(self, layer_bytes: int) -> int | None:
-        """Prompt tokens of a step whose activations fit; None where that was never a limit.
+    def step_tokens(self, layer_bytes: int) -> int:
+        """Prompt tokens of a step whose activations fit; no limit where that never was one.
 
         MLX has up to two layers' operations submitted, and a copy or two of each output.
 
@@ -111,7 +112,7 @@ class MemoryPlan:
             layer_bytes: Size of what a layer's matrices return for a token.
         """
         if not self.least_spare or self.total >= _SMALL:
-            return None
+            return sys.maxsize
         return max(_LEAST_STEP, self.spare // 2 // (_OUTPUTS * layer_bytes))
 
     @property
