@@ -173,6 +173,28 @@ class RayFleet:
     def node_of(self, pid: int) -> Node:
         return next(node for node in self.nodes if pid in node.replicas())
 
+    @contextlib.contextmanager
+    def starved_proxies(self) -> Iterator[None]:
+        """What passes replies to clients runs a tenth of the time, and is behind the servers."""
+        proxies = [one for one in psutil.process_iter() if "ProxyActor" in one.name()]
+        is_over = threading.Event()
+
+        def starve() -> None:
+            while not is_over.wait(0.05):
+                for send, pause_s in (psutil.Process.suspend, 0.45), (psutil.Process.resume, 0.0):
+                    for proxy in proxies:
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            send(proxy)
+                    time.sleep(pause_s)
+
+        thread = threading.Thread(target=starve)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
     def await_replicas(self, number: int, timeout_s: float = 300) -> None:
         """Wait until so many answer."""
         has_all = eventually(lambda: len(self.replicas()) == number, timeout_s)
@@ -283,12 +305,14 @@ class TalkingAgent:
     asked: int = 0
     tokens_seen: int = 0
 
-    def talk(self, is_over: threading.Event) -> None:
-        """Talk until it is over; the last thing said is acknowledged too."""
+    def talk(self, is_over: threading.Event, is_given_up: threading.Event) -> None:
+        """Talk until it is over; the last thing said is acknowledged too, unless it is given up."""
         while not is_over.is_set():
             text = f"{self.name} says {len(self.turns)}. {WORDS}"
             broken_at, tries = 0.0, 1
             while not self._say(text, tries):
+                if is_given_up.is_set():
+                    return
                 broken_at, tries = broken_at or time.monotonic(), tries + 1
                 time.sleep(0.1)
             if broken_at:
@@ -364,10 +388,10 @@ class TalkingAgents:
         self._began = time.monotonic()
         names = names or [f"{prefix}-{number}" for number in range(num_agents)]
         self.talkers = [TalkingAgent(fleet.url, name, max_tokens, pause_s) for name in names]
-        self._is_over = threading.Event()
+        self._is_over, self._is_given_up = threading.Event(), threading.Event()
+        events = self._is_over, self._is_given_up
         self._threads = [
-            threading.Thread(target=one.talk, args=(self._is_over,), daemon=True)
-            for one in self.talkers
+            threading.Thread(target=one.talk, args=events, daemon=True) for one in self.talkers
         ]
 
     def __enter__(self) -> "TalkingAgents":
@@ -385,7 +409,8 @@ class TalkingAgents:
             return
         for thread in self._threads:
             thread.join(300)
-        assert not any(thread.is_alive() for thread in self._threads), "a turn never ended"
+        self._is_given_up.set()
+        assert not any(thread.is_alive() for thread in self._threads), self.told()
         sys.stdout.write(f"\n{self._prefix}: {self.told()}\n")
 
     def let_end(self) -> None:

@@ -135,6 +135,9 @@ def test_streams_end_before_the_cluster_stops(fleet: RayFleet, tmp_path: Path) -
         fleet.driver.send_signal(signal.SIGINT)
         assert eventually(lambda: "stopping:" in fleet.said, 60)
         seen, turns = talk.tokens_seen, talk.num_turns
+        with fleet.starved_proxies():  # they still have something to send when servers have ended
+            assert eventually(lambda: not fleet.replicas(), 120), fleet.logs()
+            time.sleep(1)  # the command has seen it
     assert not talk.failures
     assert talk.num_turns > turns
     assert talk.tokens_seen > seen

@@ -22,6 +22,7 @@ _POLL_S = 0.2
 _FAILING = ("DEPLOY_FAILED", "UNHEALTHY")  # states of an application that Ray may still repair
 _WATCH_S = 2.0  # between two checks of the head; the second that fails in a row counts
 _CONNECT_S = 5.0
+_PROXIES_S = 30.0  # for Ray's proxies to send on what the servers have said
 _USAGE_ERROR, _LOST = 2, 3
 
 
@@ -157,6 +158,30 @@ def _drain() -> None:
     serve.delete(NAME, _blocking=False)  # blocking waits at most a minute
     while NAME in serve.status().applications:
         time.sleep(_POLL_S)
+    # Replies pass through Ray's proxies, which may still hold the last tokens when the servers
+    # have ended, and which Ray kills when it shuts down.
+    until = time.monotonic() + _PROXIES_S
+    while any(map(_is_sending, serve.status().proxies)) and time.monotonic() < until:
+        time.sleep(_POLL_S)
+
+
+def _is_sending(node: str) -> bool:
+    """Return whether the proxy on a node still sends a reply, or does not respond."""
+    import ray
+    from ray.serve._private.constants import SERVE_NAMESPACE, SERVE_PROXY_NAME
+
+    try:
+        proxy = ray.get_actor(f"{SERVE_PROXY_NAME}-{node}", SERVE_NAMESPACE)
+        return bool(ray.get(proxy.__ray_call__.remote(_num_replies), timeout=_CONNECT_S))
+    except ray.exceptions.GetTimeoutError:
+        return True
+    except (ValueError, ray.exceptions.RayError):  # it has ended
+        return False
+
+
+def _num_replies(proxy: Any) -> int:
+    """Return how many requests a proxy has; HAProxy does not say."""
+    return getattr(getattr(proxy, "http_proxy", None), "_ongoing_requests", 0)
 
 
 def _shut_down() -> None:

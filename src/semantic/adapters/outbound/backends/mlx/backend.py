@@ -431,9 +431,8 @@ class MlxBackend(DraftingBackend[MlxSequence]):
             self._held.clear()
             self._num_running = 0
         if has_lost_device(error):
-            return DeviceLostError(
-                f"the GPU has failed ({error}); if the model does not load again, restart the server."
-            )
+            advice = "if the model does not load again, restart the server."
+            return DeviceLostError(f"the GPU has failed ({error}); {advice}")
         if is_full:
             return PoolExhaustedError(f"the device is out of memory: {error}", retry_after_s=5)
         return BackendError(f"device error: {error}")
