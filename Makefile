@@ -33,6 +33,11 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "Creating the virtual environment failed;" \
 		"on Debian run: apt-get install python3-venv"; exit 1; }
 
+# Python 3.11 brings a pip that takes twice as long to install the packages.
+define NEWER_PIP
+@$(PIP) install -q --upgrade -c constraints.txt pip || echo "==> keeping $$($(PIP) --version)"
+endef
+
 define INSTALL_FAILED
 { echo; echo "Installing failed. Check the network and the free disk space (2 GB), then run make again."; \
   exit 1; }
@@ -45,6 +50,7 @@ endef
 
 $(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "==> installing the server ($(EXTRAS)); the first time takes a few minutes"
+	$(NEWER_PIP)
 	@$(PIP) install --progress-bar on -c constraints.txt -e '.[$(EXTRAS)]' || $(INSTALL_FAILED)
 	$(FETCH_STARTER)
 	@touch $@
@@ -52,6 +58,7 @@ $(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
 # Modules are compiled when they are imported first, which two of three never are.
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "==> installing the server and what the checks need; the first time takes a few minutes"
+	$(NEWER_PIP)
 	@$(PIP) install --no-compile --progress-bar on -c constraints.txt -e '.[torch,mlx,dev]' || $(INSTALL_FAILED)
 	$(FETCH_STARTER)
 	@touch $(VENV)/.serve $@

@@ -188,7 +188,8 @@ def test_the_same_text_on_mlx_as_on_torch_in_float32(
     starter_model_dir: Path, tokenizer: HFTokenizer
 ) -> None:
     require_mlx()
-    prompts = [prompt_of(tokenizer, question) for question in ("Name a colour.", "Count to three.")]
+    # MLX takes a tenth of a second for each token on a Linux CPU.
+    prompts = [tokenizer.encode(text) for text in ("Grass is green, snow is", "One, two, three,")]
 
     def replies(backend: ModelBackendPort) -> list[list[int]]:
         runs = [begin(backend, seq, prompt) for seq, prompt in enumerate(prompts)]
