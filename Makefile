@@ -160,8 +160,8 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
 	@$(CLIENTS)/venv/bin/pip install -q -r tests/clients/requirements.txt || $(INSTALL_FAILED)
 	@$(PYTHON) -m venv $(CLIENTS)/aider # it pins versions that are too old for the others
 	@$(CLIENTS)/aider/bin/pip install -q aider-chat==0.86.2 || $(INSTALL_FAILED)
-	@$(PYTHON) -m venv $(CLIENTS)/llm # its plugin wants a newer llm than the others
-	@$(CLIENTS)/llm/bin/pip install -q llm==0.36 llm-ollama==0.19.1 || $(INSTALL_FAILED)
+	@$(PYTHON) -m venv $(CLIENTS)/litellm # it wants an older openai than the others
+	@$(CLIENTS)/litellm/bin/pip install -q litellm==1.106.2 || $(INSTALL_FAILED)
 	@cp tests/clients/package.json $(CLIENTS)/
 	@npm install --silent --no-audit --no-fund --prefix $(CLIENTS) || $(INSTALL_FAILED)
 	@touch $@

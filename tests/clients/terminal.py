@@ -14,7 +14,7 @@ from typing import Self
 
 from tests.waiting import eventually
 
-_ROWS, _COLUMNS = 40, 120
+_ROWS, _COLUMNS = 400, 120  # a conversation is never longer than the screen
 _CONTROL = re.compile(rb"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[\[?][0-9;?<>=]*[ -/]*[@-~]|\x1b.")
 
 

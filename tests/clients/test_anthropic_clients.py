@@ -15,9 +15,9 @@ pytestmark = pytest.mark.clients
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-def run(clients: Path, home: Path, script: str, *arguments: str) -> Any:
+def run(clients: Path, home: Path, script: str, *arguments: str, environment: str = "venv") -> Any:
     """Run a script with the clients' own Python; returns what it printed."""
-    python = clients / "venv" / "bin" / "python"
+    python = clients / environment / "bin" / "python"
     command = [str(python), str(SCRIPTS / script), *arguments]
     done = run_client(command, home, {"LITELLM_LOCAL_MODEL_COST_MAP": "True"})
     assert done.returncode == 0, done.stderr
@@ -35,7 +35,8 @@ def test_langchain(clients: Path, server: ServerProcess, tmp_path: Path) -> None
 
 
 def test_litellm(clients: Path, server: ServerProcess, tmp_path: Path) -> None:
-    told = run(clients, tmp_path, "litellm_client.py", server.url, STARTER_MODEL)
+    arguments = (server.url, STARTER_MODEL)
+    told = run(clients, tmp_path, "litellm_client.py", *arguments, environment="litellm")
     assert told["text"]
     assert told["streamed"]
     assert told["prompt_tokens"] > 0

@@ -86,7 +86,7 @@ def test_ollama_for_node(clients: Path, server: ServerProcess, tmp_path: Path) -
 def test_llm_goes_on_with_its_conversation(
     clients: Path, server: ServerProcess, tmp_path: Path
 ) -> None:
-    llm = str(clients / "llm" / "bin" / "llm")
+    llm = str(clients / "venv" / "bin" / "llm")
     question = "What is the capital of France? Answer in one sentence."
     model = f"ollama/{STARTER_MODEL}"
     assert NEEDED_TEXT in run(

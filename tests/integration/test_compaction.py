@@ -268,20 +268,24 @@ def test_claude_code_compacts_on_its_cache_and_continues_from_a_computed_prompt(
         return "".join(part["text"] for part in body["content"]), cached(body["usage"])
 
     with running.client() as http:
-        talk: list[Any] = [{"role": "user", "content": "What is the capital of France? " * 20}]
+        reminder = {"type": "text", "text": "<system-reminder>\nBe kind.\n</system-reminder>\n"}
+        question = {"type": "text", "text": "What is the capital of France? " * 20}
+        place = {"role": "system", "content": "# Environment\nA git repository."}
+        talk: list[Any] = [{"role": "user", "content": [reminder, question]}, place]
         text, _ = send(talk)
         marker = "Your task is to create a detailed summary of the conversation so far"
         order = f"CRITICAL: Respond with TEXT ONLY.\n\n{marker}, paying close attention."
         talk += [{"role": "assistant", "content": text or "x"}, {"role": "user", "content": order}]
         summary, (reused, computed) = send(talk)
-        assert computed < 300
+        assert computed < 200 + 2 * len(text)  # a reply of invalid bytes is not matched
         assert reused > 1000
         await_that(lambda: not running.server.inference.num_background)
         opening = CLIENTS[0].opening.format(tools="")
         written = f"{opening}{summary.strip()}\n\nIf you need specific details, read /tmp/x."
-        _, (reused, computed) = send([{"role": "user", "content": written}])
+        content = [reminder, {"type": "text", "text": written}]
+        _, (reused, computed) = send([{"role": "user", "content": content}, place])
         assert reused > len(opening) + 500
-        assert computed < 100  # the rest of the message
+        assert computed < 150  # the rest of the message, and the place
 
 
 def test_codex_continues_from_a_computed_prompt_with_its_tools(running: RunningServer) -> None:

@@ -9,11 +9,12 @@ background time: the request computes what differs.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from semantic.application.prompt.renderer import BEGINNINGS
 from semantic.application.prompt.replay import LruCache
 from semantic.domain.agents import Principal
-from semantic.domain.chat import ChatRequest, Message, Role, TextPart, ToolSpec, ToolUsePart
+from semantic.domain.chat import ChatRequest, Message, Part, Role, TextPart, ToolSpec, ToolUsePart
 
 # A summary's text goes on in the same message, in a way that depends on the client's settings.
 _GOES_ON = ("\n\nI", "\n\n1", "\n")
@@ -50,7 +51,10 @@ class ClientCompaction:
             before.append(Message.of(Role.USER, written))
             endings = BEGINNINGS
         else:
-            endings = tuple(Message.of(Role.USER, written + ending) for ending in _GOES_ON)
+            reminders = _reminders(request.messages[len(before)])
+            endings = tuple(
+                Message(Role.USER, (*reminders, TextPart(written + ending))) for ending in _GOES_ON
+            )
         return [replace(request, messages=(*before, ending)) for ending in endings]
 
     def _kept(self, messages: Sequence[Message]) -> list[Message]:
@@ -123,6 +127,11 @@ def _untagged(text: str) -> str:
     return re.sub(r"\n\n+", "\n\n", text).strip()
 
 
+def _reminders(message: Message) -> tuple[Part, ...]:
+    """Return what Claude Code wrote before the user's words: rules, git's status and others."""
+    return tuple(takewhile(lambda part: _starts(part, "<system-reminder>"), message.parts))
+
+
 def _used_tools(messages: Sequence[Message]) -> list[str]:
     parts = (part for message in messages for part in message.parts)
     return sorted({part.name for part in parts if isinstance(part, ToolUsePart)})
@@ -130,5 +139,10 @@ def _used_tools(messages: Sequence[Message]) -> list[str]:
 
 def _is_context(message: Message) -> bool:
     """Whether the client wrote a message by itself, to describe its surroundings."""
-    first = next((part.text for part in message.parts if isinstance(part, TextPart)), "")
-    return message.role is Role.SYSTEM or first.startswith(("<", "# AGENTS.md"))
+    texts = (part for part in message.parts if isinstance(part, TextPart))
+    written = _starts(next(texts, None), "<", "# AGENTS.md")
+    return message.role is Role.SYSTEM or written
+
+
+def _starts(part: Part | None, *words: str) -> bool:
+    return isinstance(part, TextPart) and part.text.startswith(words)
