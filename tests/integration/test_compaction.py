@@ -261,6 +261,7 @@ def test_claude_code_compacts_on_its_cache_and_continues_from_a_computed_prompt(
         "tools": [READ],
     }
     head |= {"metadata": {"user_id": json.dumps({"session_id": "claude-1"})}}
+    head |= {"temperature": 0}  # a random summary may be empty, and an empty one is none
 
     def send(messages: list[Any]) -> tuple[str, tuple[int, int]]:
         answer = http.post("/v1/messages", json=head | {"messages": messages})
@@ -277,7 +278,7 @@ def test_claude_code_compacts_on_its_cache_and_continues_from_a_computed_prompt(
         order = f"CRITICAL: Respond with TEXT ONLY.\n\n{marker}, paying close attention."
         talk += [{"role": "assistant", "content": text or "x"}, {"role": "user", "content": order}]
         summary, (reused, computed) = send(talk)
-        assert computed < 200 + 2 * len(text)  # a reply of invalid bytes is not matched
+        assert computed < 300
         assert reused > 1000
         await_that(lambda: not running.server.inference.num_background)
         opening = CLIENTS[0].opening.format(tools="")
