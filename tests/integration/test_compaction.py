@@ -250,8 +250,9 @@ def cached(usage: dict[str, Any]) -> tuple[int, int]:
     return usage["cache_read_input_tokens"], computed
 
 
+@pytest.mark.parametrize("keeps_reply", [False, True])
 def test_claude_code_compacts_on_its_cache_and_continues_from_a_computed_prompt(
-    running: RunningServer,
+    running: RunningServer, keeps_reply: bool
 ) -> None:
     system = [{"type": "text", "text": "You are an agent. " * 30}]
     head: dict[str, Any] = {
@@ -283,10 +284,15 @@ def test_claude_code_compacts_on_its_cache_and_continues_from_a_computed_prompt(
         await_that(lambda: not running.server.inference.num_background)
         opening = CLIENTS[0].opening.format(tools="")
         written = f"{opening}{summary.strip()}\n\nIf you need specific details, read /tmp/x."
-        content = [reminder, {"type": "text", "text": written}]
-        _, (reused, computed) = send([{"role": "user", "content": content}, place])
+        told = {"type": "text", "text": written}
+        user = {"role": "user", "content": [reminder, told]}
+        later = [user, place]
+        if keeps_reply:
+            reply = {"role": "assistant", "content": "Paris."}
+            later = [{"role": "user", "content": [told]}, reply, user | {"content": [reminder]}]
+        _, (reused, computed) = send(later)
         assert reused > len(opening) + 500
-        assert computed < 150  # the rest of the message, and the place
+        assert computed < 200  # what follows the summary
 
 
 def test_codex_continues_from_a_computed_prompt_with_its_tools(running: RunningServer) -> None:
@@ -330,7 +336,7 @@ def test_what_a_client_sends_next_follows_its_recording(client: ClientCompaction
     system, context = Message.of(Role.SYSTEM, "s"), user("<environment_context>")
     asked = (system, user("one"), context, user("two"), *used, user(client.marker))
     reply = Message.of(Role.ASSISTANT, "<analysis>no</analysis>\n\n<summary>\nyes\n</summary>")
-    expected = client.expected(ChatRequest("", asked), reply)
+    (expected,) = client.expected(ChatRequest("", asked), reply)
     told = [[message.text for message in one.messages] for one in expected]
     if client.keeps_users:
         kept = ["s", "one", "<environment_context>", "two", client.opening + reply.text]

@@ -33,7 +33,7 @@ class _RuleEntry(BaseModel):
     protocol: Literal["anthropic", "openai", "responses", "ollama", "agents"] | None = None
     place: Literal["system", "user", "tool_result", "tools"]
     pattern: Pattern | None = None
-    action: Literal["freeze", "move_to_end", "sort_tools", "drop"]
+    action: Literal["freeze", "move_to_start", "move_to_end", "sort_tools", "drop"]
 
     @model_validator(mode="after")
     def _require_consistency(self) -> Self:
@@ -42,8 +42,8 @@ class _RuleEntry(BaseModel):
         if (self.pattern is None) != (self.action == "sort_tools"):
             need = "no pattern" if self.pattern else "a pattern"
             raise ValueError(f'pattern: action = "{self.action}" needs {need}')
-        if self.action == "move_to_end" and self.place != "system":
-            raise ValueError('place: action = "move_to_end" needs place = "system"')
+        if self.action.startswith("move_") and self.place != "system":
+            raise ValueError(f'place: action = "{self.action}" needs place = "system"')
         return self
 
 

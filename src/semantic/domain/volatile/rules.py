@@ -1,7 +1,7 @@
 """Rules that repair requests whose prompts change from turn to turn.
 
-A rule finds text in one place of a request, and freezes it, moves it to the end or drops it; or it
-sorts the tools. Rules are off unless an operator switches them on.
+A rule finds text in one place of a request, and freezes it, moves it or drops it; or it sorts the
+tools. Rules are off unless an operator switches them on.
 """
 
 import enum
@@ -18,6 +18,7 @@ class RepairAction(enum.Enum):
     """What a rule does with the text that it finds."""
 
     FREEZE = "freeze"  # later turns of the conversation repeat the text of the first
+    MOVE_TO_START = "move_to_start"  # system messages with the text go before the first question
     MOVE_TO_END = "move_to_end"  # the text becomes a note at the end of the last user message
     SORT_TOOLS = "sort_tools"  # tools are shown in the order of their names
     DROP = "drop"  # the model does not see the text

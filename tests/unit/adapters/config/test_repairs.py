@@ -7,7 +7,7 @@ import pytest
 
 from semantic.adapters.config.repairs import load_repairs
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.volatile.rules import RepairAction, RepairRule
+from semantic.domain.volatile.rules import CallingClient, RepairAction, RepairRule
 
 pytestmark = pytest.mark.unit
 
@@ -55,6 +55,14 @@ def test_the_shipped_rules_find_what_they_are_for(name: str, line: str, is_found
     (rule,) = (rule for rule in load_repairs(None) if rule.name == name)
     found = rule.find(f"You are a coder.\n{line}\nBe terse.")
     assert found == ([(17, 17 + len(line))] if is_found else [])
+
+
+def test_the_shipped_rule_for_claude_code_finds_its_description() -> None:
+    (rule,) = (rule for rule in load_repairs(None) if rule.name == "environment-to-start")
+    assert rule.find("# Environment\nYou have been invoked in") == [(0, 13)]
+    assert rule.find("You are a coder.\n# Environment\n") == []
+    assert rule.is_for(CallingClient("claude-cli/2.1.328 (external, sdk-cli)", "anthropic"))
+    assert not rule.is_for(CallingClient("anthropic-sdk", "anthropic"))
 
 
 def test_a_file_switches_rules_on_and_adds_its_own(tmp_path: Path) -> None:

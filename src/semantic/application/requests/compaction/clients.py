@@ -40,8 +40,11 @@ class ClientCompaction:
     is_tagged: bool = False
     keeps_users: bool = False
 
-    def expected(self, request: ChatRequest, reply: Message) -> list[ChatRequest]:
-        """Return variants of the next request; empty if the reply is no summary."""
+    def expected(self, request: ChatRequest, reply: Message) -> list[list[ChatRequest]]:
+        """Return what the next request may begin with; empty if the reply is no summary.
+
+        Each is given by requests that begin with it, and with nothing more, in common.
+        """
         text = _untagged(reply.text) if self.is_tagged else reply.text
         if not text:
             return []
@@ -49,13 +52,18 @@ class ClientCompaction:
         before = self._kept(request.messages[:-1])
         if self.keeps_users:
             before.append(Message.of(Role.USER, written))
-            endings = BEGINNINGS
+            variants = [list(BEGINNINGS)]
         else:
-            reminders = _reminders(request.messages[len(before)])
-            endings = tuple(
-                Message(Role.USER, (*reminders, TextPart(written + ending))) for ending in _GOES_ON
-            )
-        return [replace(request, messages=(*before, ending)) for ending in endings]
+            # Reminders come first where Claude Code keeps no message behind the summary.
+            starts = dict.fromkeys(((), _reminders(request.messages[len(before)])))
+            variants = [
+                [Message(Role.USER, (*start, TextPart(written + words))) for words in _GOES_ON]
+                for start in starts
+            ]
+        return [
+            [replace(request, messages=(*before, ending)) for ending in endings]
+            for endings in variants
+        ]
 
     def _kept(self, messages: Sequence[Message]) -> list[Message]:
         if not self.keeps_users:
@@ -115,8 +123,7 @@ class ClientCompactions:
         client = next((known for known in CLIENTS if known.marker in asked), None)
         if client is not None:
             tools = request.tools or self._tools.get(session) or ()
-            expected = client.expected(replace(request, tools=tools), reply)
-            if expected:
+            for expected in client.expected(replace(request, tools=tools), reply):
                 self._expect(expected, principal)
 
 

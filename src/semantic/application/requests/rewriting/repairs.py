@@ -16,6 +16,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 from semantic.application.engine.model import LoadedModel
+from semantic.application.prompt.compose import num_leading_system
 from semantic.application.prompt.renderer import Prompt
 from semantic.application.prompt.replay import ReplayKey, ReplayStore, canonical_json
 from semantic.application.requests.identity import Claim
@@ -117,16 +118,18 @@ class _Work:
         hint = request.agent
         self._name = hint.agent_id or hint.session or hint.client_key
         before_reply = takewhile(lambda m: m.role is not Role.ASSISTANT, request.messages)
-        num_before = sum(1 for _ in before_reply)
+        num_before = self._num_before = sum(1 for _ in before_reply)
         # A conversation without name or reply is new, even if an older one began in the same way.
         self._is_new = not self._name and num_before == len(request.messages)
         self._beginning = self._chain[num_before - 1] if num_before else ""
+        self._head = set(range(num_leading_system(request.messages)))
         self._names: list[str] = []
         self._notes: list[tuple[tuple[bytes, bytes], tuple[str, ...]]] = []
 
     def apply(self, rule: RepairRule) -> None:
         is_changed = {
             RepairAction.FREEZE: self._freeze,
+            RepairAction.MOVE_TO_START: self._move_to_start,
             RepairAction.MOVE_TO_END: self._move_to_end,
             RepairAction.SORT_TOOLS: self._sort_tools,
             RepairAction.DROP: self._drop,
@@ -138,6 +141,7 @@ class _Work:
         request, num_marked = self._request, self._request.num_marked
         given = enumerate(zip(self._messages, request.messages, strict=True))
         kept = [at for at, (message, before) in given if message.parts or not before.parts]
+        kept.sort(key=lambda at: at not in self._head)
         if self._names:
             request = replace(
                 request,
@@ -178,6 +182,13 @@ class _Work:
                 self._messages[at] = _edited(message, rule.place, edit)
                 is_changed = True
         return is_changed
+
+    def _move_to_start(self, rule: RepairRule) -> bool:
+        """Move system messages before the first question; those behind a reply stay."""
+        places = set(range(self._num_before)) - self._head
+        moved = {at for at in places if _found(self._messages[at], rule)}
+        self._head |= moved
+        return bool(moved)
 
     def _move_to_end(self, rule: RepairRule) -> bool:
         """Move text to the last user message; earlier ones keep what was moved to them."""

@@ -148,6 +148,23 @@ def test_a_note_is_not_added_to_tool_results() -> None:
     assert len(made) == 3  # nothing is left of the system prompt
 
 
+def test_move_to_start_puts_a_system_message_before_the_question() -> None:
+    head, question = next(conversation(1)).messages
+    place, later = Message.of(Role.SYSTEM, "# Place\nhere"), Message.of(Role.SYSTEM, "# Place")
+    first = (head, question, place)
+    more = (Message.of(Role.ASSISTANT, "Yes."), later, Message.of(Role.USER, "And?"))
+    repairs = PromptRepairs([rule("move_to_start", pattern=r"(?m)^# Place$")], ReplayStore())
+
+    one, two = repaired(repairs, (ChatRequest("m", said) for said in (first, first + more)))
+
+    assert one.request.messages == (head, place, question)
+    assert two.request.messages == (head, place, question, *more)
+    assert one.applied.rules == two.applied.rules == ("move_to_start",)
+    with pytest.raises(InvalidRequestError) as caught, one.original_params():
+        raise InvalidRequestError("no.", param="messages[1].content")
+    assert caught.value.param == "messages[2].content"
+
+
 def test_drop_leaves_no_empty_message_and_moves_marks() -> None:
     header = Message.of(Role.SYSTEM, "Date: 1")
     request = ChatRequest("m", (header, *next(conversation(1)).messages), num_marked=2)
