@@ -318,7 +318,7 @@ sbom: $(VENV)/.dev $(SECURITY)/.ready ## write build/sbom.json: all installed pa
 # What a release needs besides CI, which must have passed. The cheap steps come first.
 RELEASE_STEPS := lint typecheck docs-check licenses sbom wheels install-test page-tests cluster-tests bench-quick
 .PHONY: release-check
-release-check: $(VENV)/.dev ## check what CI does not: version, wheels, installation, page, cluster, benchmarks, licences, SBOM (an hour; needs Chromium and redis-server)
+release-check: $(VENV)/.dev ## check what CI does not: version, wheels, installation, page, cluster, benchmarks, licences, SBOM (half an hour; needs Chromium and redis-server)
 	@$(PYTEST) -q tests/unit/test_release.py --release
 	@for step in $(RELEASE_STEPS); do echo "==> $$step"; $(MAKE) --no-print-directory $$step || \
 		{ echo "==> $$step failed: this is not ready to be released"; exit 1; }; done
