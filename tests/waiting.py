@@ -1,7 +1,9 @@
 """Waiting for conditions that other threads and processes fulfil."""
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 def eventually(
@@ -23,3 +25,21 @@ def await_that(condition: Callable[[], object], timeout_s: float = 60.0) -> None
         AssertionError: the condition was still false after `timeout_s`.
     """
     assert eventually(condition, timeout_s), f"the condition was still false after {timeout_s} s"
+
+
+@contextlib.contextmanager
+def repeating(action: Callable[[], object]) -> Iterator[None]:
+    """Repeat an action in a thread, with pauses of 0.05 s, until the block ends."""
+    is_over = threading.Event()
+
+    def run() -> None:
+        while not is_over.wait(0.05):
+            action()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

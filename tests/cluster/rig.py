@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from tests.no_tls import NO_TLS
-from tests.waiting import eventually
+from tests.waiting import eventually, repeating
 
 GCS_PORT, REDIS_PORT, PORT = 6390, 19101, 19100
 URL = f"http://127.0.0.1:{PORT}"
@@ -173,27 +173,18 @@ class RayFleet:
     def node_of(self, pid: int) -> Node:
         return next(node for node in self.nodes if pid in node.replicas())
 
-    @contextlib.contextmanager
-    def starved_proxies(self) -> Iterator[None]:
+    def starved_proxies(self) -> contextlib.AbstractContextManager[None]:
         """What passes replies to clients runs a tenth of the time, and is behind the servers."""
         proxies = [one for one in psutil.process_iter() if "ProxyActor" in one.name()]
-        is_over = threading.Event()
 
         def starve() -> None:
-            while not is_over.wait(0.05):
-                for send, pause_s in (psutil.Process.suspend, 0.45), (psutil.Process.resume, 0.0):
-                    for proxy in proxies:
-                        with contextlib.suppress(psutil.NoSuchProcess):
-                            send(proxy)
-                    time.sleep(pause_s)
+            for send, pause_s in (psutil.Process.suspend, 0.45), (psutil.Process.resume, 0.0):
+                for proxy in proxies:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        send(proxy)
+                time.sleep(pause_s)
 
-        thread = threading.Thread(target=starve)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
+        return repeating(starve)
 
     def await_replicas(self, number: int, timeout_s: float = 300) -> None:
         """Wait until so many answer."""

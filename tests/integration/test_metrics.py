@@ -4,7 +4,7 @@ import contextlib
 import json
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from semantic.ports.backend import Step, Ticket
 from tests.chaos.mounts import fill_up, small_disk
 from tests.http_server import RunningServer, make_settings, run_server
 from tests.integration.test_tool_pauses import CHANGED, Chat, converse
-from tests.waiting import await_that
+from tests.waiting import await_that, repeating
 
 pytestmark = pytest.mark.integration
 
@@ -57,21 +57,8 @@ class Seen:
     def has_moved(self, name: str) -> bool:
         return len(self.values[name, ()]) > 1
 
-    @contextlib.contextmanager
-    def keep_reading(self, server: Server) -> Iterator[None]:
-        is_over = threading.Event()
-
-        def run() -> None:
-            while not is_over.wait(0.05):
-                self.read(server)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
+    def keep_reading(self, server: Server) -> contextlib.AbstractContextManager[None]:
+        return repeating(lambda: self.read(server))
 
 
 def ask(http: httpx.Client, agent: str, text: str, max_tokens: int = 8) -> httpx.Response:

@@ -52,7 +52,7 @@ class ClientCompaction:
         before = self._kept(request.messages[:-1])
         if self.keeps_users:
             before.append(Message.of(Role.USER, written))
-            variants = [list(BEGINNINGS)]
+            variants: list[Sequence[Message]] = [BEGINNINGS]
         else:
             # Reminders come first where Claude Code keeps no message behind the summary.
             starts = dict.fromkeys(((), _reminders(request.messages[len(before)])))
@@ -136,7 +136,11 @@ def _untagged(text: str) -> str:
 
 def _reminders(message: Message) -> tuple[Part, ...]:
     """Return what Claude Code wrote before the user's words: rules, git's status and others."""
-    return tuple(takewhile(lambda part: _starts(part, "<system-reminder>"), message.parts))
+
+    def is_reminder(part: Part) -> bool:
+        return isinstance(part, TextPart) and part.text.startswith("<system-reminder>")
+
+    return tuple(takewhile(is_reminder, message.parts))
 
 
 def _used_tools(messages: Sequence[Message]) -> list[str]:
@@ -146,10 +150,5 @@ def _used_tools(messages: Sequence[Message]) -> list[str]:
 
 def _is_context(message: Message) -> bool:
     """Whether the client wrote a message by itself, to describe its surroundings."""
-    texts = (part for part in message.parts if isinstance(part, TextPart))
-    written = _starts(next(texts, None), "<", "# AGENTS.md")
-    return message.role is Role.SYSTEM or written
-
-
-def _starts(part: Part | None, *words: str) -> bool:
-    return isinstance(part, TextPart) and part.text.startswith(words)
+    first = next((part.text for part in message.parts if isinstance(part, TextPart)), "")
+    return message.role is Role.SYSTEM or first.startswith(("<", "# AGENTS.md"))
